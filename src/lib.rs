@@ -1,0 +1,5 @@
+//! A streaming runtime for Nemotron-H mixture-of-experts models.
+
+pub mod ids;
+pub mod knobs;
+pub mod model;
