@@ -3,3 +3,5 @@
 pub mod ids;
 pub mod knobs;
 pub mod model;
+#[cfg(feature = "cli")]
+pub mod trace;
