@@ -3,5 +3,6 @@
 pub mod ids;
 pub mod knobs;
 pub mod model;
+pub mod plan;
 #[cfg(feature = "cli")]
 pub mod trace;

@@ -1,0 +1,3 @@
+//! What to run and where it lies, as plain data: no channel, clock, thread or device.
+
+pub mod residency;
