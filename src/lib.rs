@@ -1,5 +1,8 @@
 //! A streaming runtime for Nemotron-H mixture-of-experts models.
 
+#[path = "../actors/mod.rs"]
+pub mod actors;
+pub mod device;
 pub mod ids;
 pub mod knobs;
 pub mod model;

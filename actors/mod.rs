@@ -1,0 +1,4 @@
+//! The actors.
+
+pub mod payload;
+pub mod session;
