@@ -7,5 +7,6 @@ pub mod ids;
 pub mod knobs;
 pub mod model;
 pub mod plan;
+pub mod reference;
 #[cfg(feature = "cli")]
 pub mod trace;
