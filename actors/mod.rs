@@ -1,4 +1,5 @@
 //! The actors.
 
+pub mod loader;
 pub mod payload;
 pub mod session;
