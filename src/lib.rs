@@ -2,6 +2,7 @@
 
 #[path = "../actors/mod.rs"]
 pub mod actors;
+pub mod audio;
 pub mod device;
 pub mod ids;
 pub mod knobs;

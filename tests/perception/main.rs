@@ -1,0 +1,7 @@
+//! Perception and text against the oracle: `model.md` §4, tolerances of §6.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod checkpoint;
+mod towers;
