@@ -1,0 +1,392 @@
+//! The comparisons, written once for every engine.
+//!
+//! An engine is anything that evaluates the model: the plain decoder, the fast
+//! host decoder, the actor graph over any device. What it can show of itself
+//! it says by the traits it implements; each check asks for one of them:
+//!
+//! | trait | shows | check |
+//! |---|---|---|
+//! | [`Forward`] | rows in, everything out | [`check_forward`], [`check_split`] |
+//! | [`Blocks`] | one block over rows | [`check_blocks`] |
+//! | [`Decode`] | rows in, ids out | [`check_decode`] |
+//! | [`DraftLayer`] | the draft layer over rows | [`check_draft_layer`] |
+//! | [`Speculate`] | drafting and verifying in rounds | [`check_speculation`] |
+//!
+//! An id or an expert choice may differ only behind a near-tie of the
+//! reference (`runtime.md` §3a). It is then counted and printed, and the check
+//! goes on along the reference.
+
+use riparian::ids::{BlockIx, ExpertIx, TokenId};
+use riparian::model::state::{BlockState, KvState, SequenceState};
+use riparian::reference::Conventions;
+use riparian::reference::argmax::argmax;
+
+use crate::case::Case;
+use crate::reference::{Reference, StateReference};
+use crate::report::Report;
+use crate::tolerance::Tolerance;
+
+/// What every engine says of itself.
+pub(crate) trait Engine {
+    /// Its name and arithmetic, for the report.
+    fn label(&self) -> String;
+}
+
+/// An engine that can be looked into.
+pub(crate) trait Forward: Engine {
+    /// `[n, hidden]`
+    fn embed(&mut self, ids: &[TokenId]) -> Vec<f32>;
+    /// Reads rows `[n, hidden]` on from `state`.
+    fn forward(&mut self, rows: &[f32], state: &mut SequenceState) -> Trace;
+}
+
+/// What one pass showed.
+#[derive(Debug, Default)]
+pub(crate) struct Trace {
+    /// `[blocks]` of `[n, hidden]`: the residual after each block
+    pub(crate) residual: Vec<Vec<f32>>,
+    /// `[blocks]`: choices of the MoE blocks
+    pub(crate) routes: Vec<Option<RouteTrace>>,
+    /// `[n, hidden]`
+    pub(crate) normed: Vec<f32>,
+    /// `[n, vocab]`
+    pub(crate) logits: Vec<f32>,
+}
+
+/// Choices of one MoE block.
+#[derive(Debug)]
+pub(crate) struct RouteTrace {
+    /// `[n, experts]`, if the engine keeps them
+    pub(crate) logits: Option<Vec<f32>>,
+    /// `[n, k]`, best first
+    pub(crate) picks: Vec<ExpertIx>,
+    /// `[n, k]`
+    pub(crate) weights: Vec<f32>,
+}
+
+/// An engine that can run one block alone.
+pub(crate) trait Blocks: Engine {
+    /// Rows `[n, hidden]` in place, on from `state`.
+    fn block(&mut self, block: BlockIx, rows: &mut [f32], state: &mut BlockState) -> Option<RouteTrace>;
+}
+
+/// An engine that gives ids.
+pub(crate) trait Decode: Engine {
+    /// Greedy ids after rows `[n, hidden]`, from an empty state; no end id stops it.
+    fn decode(&mut self, rows: &[f32], steps: usize) -> Vec<TokenId>;
+}
+
+/// An engine whose draft layer can be run alone.
+pub(crate) trait DraftLayer: Engine {
+    /// Reads decoder rows `[n + 1, hidden]` and runs the draft layer over the first `n` of them, each with the row
+    /// that follows.
+    fn depth_one(&mut self, conventions: Conventions, rows: &[f32]) -> DraftTrace;
+}
+
+/// What the draft layer showed.
+#[derive(Debug)]
+pub(crate) struct DraftTrace {
+    /// `m`, `[n, hidden]`
+    pub(crate) rows: Vec<f32>,
+    /// `[n]`
+    pub(crate) ids: Vec<TokenId>,
+    /// `[n, k]`
+    pub(crate) picks: Vec<ExpertIx>,
+    /// The layer's own keys and values.
+    pub(crate) kv: KvState,
+}
+
+/// An engine that decodes with drafts.
+pub(crate) trait Speculate: Engine {
+    /// Goes on for at least `steps` ids with `depth` drafts a round.
+    fn speculate(&mut self, rows: &[f32], steps: usize, depth: usize) -> Rounds;
+}
+
+/// What speculative decoding did.
+#[derive(Debug)]
+pub(crate) struct Rounds {
+    /// At least as many as asked for.
+    pub(crate) ids: Vec<TokenId>,
+    /// Drafts and how many were kept, round by round.
+    pub(crate) rounds: Vec<(Vec<TokenId>, usize)>,
+}
+
+/// Embeddings, the prompt's pass block by block, states, then the reference's greedy path in a second pass.
+pub(crate) fn check_forward(case: &Case, engine: &mut impl Forward, tolerance: &Tolerance) -> usize {
+    let reference = &case.reference;
+    let mut report = Report::new(&engine.label(), &reference.name);
+    if !reference.prompt.is_empty() {
+        // a look-up rounds nothing
+        report.close("embeddings", "", &engine.embed(&reference.prompt), &reference.rows, case.embedding_tolerance);
+    }
+
+    let mut state = SequenceState::new(&case.geometry);
+    let trace = engine.forward(&reference.rows, &mut state);
+    compare_trace(&mut report, case, &trace, tolerance);
+    compare_states(&mut report, reference.blocks.iter().map(|block| &block.state), &state, tolerance);
+    assert_eq!(state.position.index() * case.geometry.hidden, reference.rows.len(), "{}: position", reference.name);
+
+    let path = &reference.greedy.ids[..reference.greedy.ids.len() - 1];
+    let rows = engine.embed(path);
+    let on = engine.forward(&rows, &mut state);
+    let vocab = case.geometry.vocab;
+    let logits: Vec<&[f32]> = [&trace.logits[trace.logits.len() - vocab..]].into_iter().chain(on.logits.chunks_exact(vocab)).collect();
+    if let Some((ids, want)) = &reference.greedy.logits {
+        let few = ids.len() / logits.len();
+        let got: Vec<f32> = ids.iter().enumerate().map(|(i, id)| logits[i / few][id.index()]).collect();
+        report.close("logits of the path", "", &got, want, tolerance.rows);
+    }
+    for (step, logits) in logits.iter().enumerate() {
+        let pick = argmax(logits);
+        let want = reference.greedy.ids[step];
+        if pick.id != want {
+            excuse_id(&mut report, reference, step, pick.id, tolerance);
+        } else {
+            report.equal("argmax of the path", 1);
+            let margin = reference.greedy.margins[step];
+            report.close_absolute("margins of the path", &format!("step {step}"), &[pick.margin()], &[margin], tolerance.margin);
+        }
+    }
+    compare_states(&mut report, reference.blocks.iter().map(|block| &block.end), &state, tolerance);
+    report.print()
+}
+
+fn compare_trace(report: &mut Report, case: &Case, trace: &Trace, tolerance: &Tolerance) {
+    let reference = &case.reference;
+    for (i, want) in reference.blocks.iter().enumerate() {
+        if let Some(want) = &want.residual {
+            report.close("rows", &format!("after block {i}"), &trace.residual[i], want, tolerance.rows);
+        }
+        if want.routes.is_some() {
+            let got = trace.routes[i].as_ref().unwrap_or_else(|| panic!("{}: block {i} routed nothing", reference.name));
+            compare_routes(report, case, i, got, tolerance);
+        }
+    }
+    if let Some(want) = &reference.normed {
+        report.close("normed rows", "", &trace.normed, want, tolerance.rows);
+    }
+    if let Some(want) = &reference.logits {
+        report.close("logits", "", &trace.logits[trace.logits.len() - want.len()..], want, tolerance.rows);
+    }
+}
+
+fn compare_routes(report: &mut Report, case: &Case, block: usize, got: &RouteTrace, tolerance: &Tolerance) {
+    let want = case.reference.blocks[block].routes.as_ref().expect("recorded routes");
+    let k = case.geometry.moe.expect("an MoE model").top_k;
+    if let (Some(got), Some(want)) = (&got.logits, &want.logits) {
+        report.close("router logits", &format!("of block {block}"), got, want, tolerance.rows);
+    }
+    assert_eq!(got.picks.len(), want.picks.len(), "{} block {block}: picks", case.reference.name);
+    for (t, (picks, expected)) in got.picks.chunks_exact(k).zip(want.picks.chunks_exact(k)).enumerate() {
+        let place = format!("block {block} row {t}");
+        if picks == expected {
+            report.equal("expert choices", 1);
+            if let Some(weights) = &want.weights {
+                let (got, want) = (&got.weights[t * k..][..k], &weights[t * k..][..k]);
+                report.close_absolute("router weights", &place, got, want, tolerance.weights);
+            }
+            continue;
+        }
+        // the same experts in another order: a near-tie among the chosen, which changes nothing but the order of a sum
+        let sorted = |picks: &[ExpertIx]| {
+            let mut picks = picks.to_vec();
+            picks.sort_unstable();
+            picks
+        };
+        let gap = want.gaps.as_ref().map(|gaps| gaps[t]);
+        let reordered = sorted(picks) == sorted(expected);
+        assert!(
+            reordered || gap.is_some_and(|gap| gap < tolerance.router_gap),
+            "{}: {place}: experts {picks:?}, the reference has {expected:?}, gap {gap:?}",
+            case.reference.name
+        );
+        report.excuse(format!("{place}: experts {picks:?} for {expected:?}, gap {gap:?}"));
+    }
+}
+
+fn compare_states<'r>(
+    report: &mut Report,
+    want: impl Iterator<Item = &'r StateReference>,
+    got: &SequenceState,
+    tolerance: &Tolerance,
+) {
+    for (i, (want, got)) in want.zip(&got.blocks).enumerate() {
+        let (conv, ssm, k, v) = match got {
+            BlockState::Mamba(state) => (&state.conv[..], &state.ssm[..], &[][..], &[][..]),
+            BlockState::Attention(kv) => (&[][..], &[][..], &kv.k[..], &kv.v[..]),
+            BlockState::None => (&[][..], &[][..], &[][..], &[][..]),
+        };
+        for (kind, got, want) in
+            [("conv states", conv, &want.conv), ("ssm states", ssm, &want.ssm), ("keys", k, &want.k), ("values", v, &want.v)]
+        {
+            if let Some(want) = want {
+                report.close(kind, &format!("of block {i}"), got, want, tolerance.states);
+            }
+        }
+    }
+}
+
+/// Asserts that a different id at `step` stands behind a near-tie, and notes it.
+fn excuse_id(report: &mut Report, reference: &Reference, step: usize, got: TokenId, tolerance: &Tolerance) {
+    let greedy = &reference.greedy;
+    let margin = greedy.margins[step];
+    let read = greedy.path_gaps.len().min((greedy.path_gaps.len() + 1 + step).saturating_sub(greedy.ids.len()));
+    let gap = greedy.path_gaps[..read].iter().copied().fold(f32::INFINITY, f32::min);
+    assert!(
+        margin < tolerance.margin || gap < tolerance.router_gap,
+        "{}: step {step}: {got:?}, the reference has {:?}, margin {margin}, smallest router gap before it {gap}",
+        reference.name,
+        greedy.ids[step],
+    );
+    report.excuse(format!("step {step}: {got:?} for {:?}, margin {margin}, router gap {gap}", greedy.ids[step]));
+}
+
+/// A prompt read in parts is the prompt read at once; `cuts` are positions.
+pub(crate) fn check_split(case: &Case, engine: &mut impl Forward, cuts: &[usize], tolerance: &Tolerance) {
+    let (reference, hidden) = (&case.reference, case.geometry.hidden);
+    let mut report = Report::new(&format!("{} in parts", engine.label()), &reference.name);
+    let (mut whole, mut state) = (SequenceState::new(&case.geometry), SequenceState::new(&case.geometry));
+    let want = engine.forward(&reference.rows, &mut whole);
+    let mut normed = Vec::new();
+    let bounds: Vec<usize> = [0].into_iter().chain(cuts.iter().copied()).chain([reference.rows.len() / hidden]).collect();
+    for part in bounds.windows(2) {
+        normed.extend(engine.forward(&reference.rows[part[0] * hidden..part[1] * hidden], &mut state).normed);
+    }
+    report.close("normed rows", "", &normed, &want.normed, tolerance.rows);
+    for (i, (a, b)) in whole.blocks.iter().zip(&state.blocks).enumerate() {
+        let place = format!("of block {i}");
+        match (a, b) {
+            (BlockState::Mamba(a), BlockState::Mamba(b)) => {
+                report.close("conv states", &place, &b.conv, &a.conv, tolerance.states);
+                report.close("ssm states", &place, &b.ssm, &a.ssm, tolerance.states);
+            }
+            (BlockState::Attention(a), BlockState::Attention(b)) => {
+                report.close("keys", &place, &b.k, &a.k, tolerance.states);
+                report.close("values", &place, &b.v, &a.v, tolerance.states);
+            }
+            (a, b) => assert_eq!(a, b),
+        }
+    }
+    report.print();
+}
+
+/// Each block alone, from the reference's own input of it: how errors are seen that a whole pass would blur.
+///
+/// Block 0 starts from the prompt rows; a block whose input was not recorded is not checked.
+pub(crate) fn check_blocks(case: &Case, engine: &mut impl Blocks, tolerance: &Tolerance) -> usize {
+    let reference = &case.reference;
+    let mut report = Report::new(&format!("{}, block by block", engine.label()), &reference.name);
+    let mut state = SequenceState::new(&case.geometry);
+    let mut input = Some(&reference.rows);
+    for (i, want) in reference.blocks.iter().enumerate() {
+        if let (Some(input), Some(residual)) = (input, &want.residual) {
+            let mut rows = input.clone();
+            let routes = engine.block(BlockIx::from(i), &mut rows, &mut state.blocks[i]);
+            report.close("rows", &format!("after block {i}"), &rows, residual, tolerance.rows);
+            if want.routes.is_some() {
+                let routes = routes.unwrap_or_else(|| panic!("{}: block {i} routed nothing", reference.name));
+                compare_routes(&mut report, case, i, &routes, tolerance);
+            }
+        }
+        input = want.residual.as_ref();
+    }
+    compare_states(&mut report, reference.blocks.iter().map(|block| &block.state), &state, tolerance);
+    report.print()
+}
+
+/// Ids of the continuation; behind an excused id the engine goes on from the reference's.
+pub(crate) fn check_decode(case: &Case, engine: &mut impl Decode, tolerance: &Tolerance) -> usize {
+    let reference = &case.reference;
+    let mut report = Report::new(&engine.label(), &reference.name);
+    let want = &reference.greedy.ids;
+    let mut known = 0;
+    while known < want.len() {
+        let mut rows = reference.rows.clone();
+        rows.extend(case.embed(&want[..known]));
+        let got = engine.decode(&rows, want.len() - known);
+        assert_eq!(got.len(), want.len() - known, "{}: ids given", reference.name);
+        let same = got.iter().zip(&want[known..]).take_while(|(got, want)| got == want).count();
+        report.equal("greedy ids", same);
+        known += same;
+        if known < want.len() {
+            excuse_id(&mut report, reference, known, got[same], tolerance);
+            known += 1;
+        }
+    }
+    report.print()
+}
+
+/// The draft layer over the reference's path, under every convention that was recorded.
+pub(crate) fn check_draft_layer(case: &Case, engine: &mut impl DraftLayer, tolerance: &Tolerance) -> usize {
+    let reference = &case.reference;
+    let draft = reference.draft.as_ref().expect("a case with a draft layer");
+    let mut report = Report::new(&format!("{}, draft layer", engine.label()), &reference.name);
+    let mut rows = reference.rows.clone();
+    rows.extend(case.embed(&draft.path));
+    for (conventions, want) in &draft.ids {
+        let got = engine.depth_one(*conventions, &rows);
+        for (t, (id, want)) in got.ids.iter().zip(want).enumerate() {
+            if id == want {
+                report.equal("drafts", 1);
+                continue;
+            }
+            // margins of the other conventions were not recorded: only the default ones can excuse
+            let margin = draft.margins.as_ref().filter(|_| *conventions == Conventions::default()).map(|m| m[t]);
+            assert!(
+                margin.is_some_and(|margin| margin < tolerance.margin),
+                "{}: {conventions:?} row {t}: draft {id:?}, the reference has {want:?}, margin {margin:?}",
+                reference.name,
+            );
+            report.excuse(format!("row {t}: draft {id:?} for {want:?}, margin {margin:?}"));
+        }
+        assert_eq!(got.ids.len(), want.len(), "{}: drafts", reference.name);
+        if *conventions == Conventions::default() {
+            report.close("draft rows", "", &got.rows, &draft.rows, tolerance.draft);
+            if let Some(want) = &draft.picks {
+                assert_eq!(&got.picks, want, "{}: the draft layer's experts", reference.name);
+                report.equal("expert choices", want.len());
+            }
+            for (kind, got, want) in [("keys", &got.kv.k, &draft.kv.k), ("values", &got.kv.v, &draft.kv.v)] {
+                if let Some(want) = want {
+                    report.close(kind, "of the draft layer", got, want, tolerance.draft);
+                }
+            }
+        }
+    }
+    report.print()
+}
+
+/// Decoding with drafts: the ids are those of plain decoding, drafts and kept counts the reference's.
+pub(crate) fn check_speculation(case: &Case, engine: &mut impl Speculate, depths: &[usize], tolerance: &Tolerance) -> usize {
+    let reference = &case.reference;
+    let draft = reference.draft.as_ref().expect("a case with a draft layer");
+    let mut report = Report::new(&format!("{}, drafts kept", engine.label()), &reference.name);
+    let want_ids = &reference.greedy.ids;
+    for want in draft.speculation.iter().filter(|speculation| depths.contains(&speculation.depth)) {
+        let depth = want.depth;
+        let got = engine.speculate(&reference.rows, want_ids.len(), depth);
+        assert_eq!(&got.ids[..want_ids.len()], want_ids, "{}: ids with {depth} drafts a round", reference.name);
+        report.equal("greedy ids", want_ids.len());
+        let mut same = true;
+        for (round, (drafts, accepted)) in got.rounds.iter().enumerate() {
+            let expected = &want.drafts[round * depth..][..depth];
+            if let Some(j) = (0..depth).find(|j| drafts[*j] != expected[*j]) {
+                let margin = want.margins[round * depth + j];
+                assert!(
+                    margin < tolerance.margin,
+                    "{}: depth {depth} round {round}: drafts {drafts:?}, the reference has {expected:?}, margin {margin}",
+                    reference.name,
+                );
+                // another draft may be kept or not, and so shift all later rounds: only the ids can be compared
+                report.excuse(format!("depth {depth} round {round}: drafts {drafts:?} for {expected:?}, margin {margin}"));
+                same = false;
+                break;
+            }
+            assert_eq!(*accepted, want.accepted[round], "{}: depth {depth} round {round}: kept", reference.name);
+            report.equal("drafts", depth);
+            report.equal("kept counts", 1);
+        }
+        assert!(!same || got.rounds.len() == want.accepted.len(), "{}: depth {depth}: {} rounds", reference.name, got.rounds.len());
+    }
+    report.print()
+}

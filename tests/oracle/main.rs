@@ -1,0 +1,15 @@
+//! The oracle: recorded references of other implementations, compared with every engine of ours.
+//!
+//! `harness` holds the comparisons and the traits an engine implements to be
+//! compared; a module an engine runs them. References and what they mean:
+//! `oracle/README.md` beside the clone, of which `tests/data/oracle` is a part.
+#![allow(clippy::print_stdout, reason = "the figures of a comparison are its result")]
+
+mod case;
+mod checkpoint;
+mod harness;
+mod plain;
+mod reference;
+mod report;
+mod tensors;
+mod tolerance;

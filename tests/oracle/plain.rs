@@ -1,0 +1,146 @@
+//! The plain decoder against every reference: what makes it the twin of everything else.
+
+use std::time::Instant;
+
+use riparian::ids::{BlockIx, TokenId};
+use riparian::knobs::Activations;
+use riparian::model::state::{BlockState, KvState, SequenceState};
+use riparian::reference::{Capture, Conventions, MoeCapture, PlainDecoder};
+
+use crate::case::Case;
+use crate::harness::{
+    Blocks, Decode, DraftLayer, DraftTrace, Engine, Forward, RouteTrace, Rounds, Speculate, Trace, check_blocks,
+    check_decode, check_draft_layer, check_forward, check_speculation, check_split,
+};
+use crate::tolerance::{F32, Tolerance};
+
+/// The plain decoder, position by position or with a chunked scan.
+pub(crate) struct Plain<'a> {
+    decoder: PlainDecoder<'a>,
+    /// Positions a chunk of the scan has; without it, one position at a time.
+    chunk: Option<usize>,
+}
+
+impl<'a> Plain<'a> {
+    pub(crate) fn new(case: &'a Case, act: Activations, chunk: Option<usize>) -> Self {
+        Self { decoder: PlainDecoder::new(&case.geometry, &case.weights, act), chunk }
+    }
+}
+
+fn route(moe: MoeCapture) -> Option<RouteTrace> {
+    let routed = !moe.picks.is_empty();
+    routed.then_some(RouteTrace { logits: Some(moe.logits), picks: moe.picks, weights: moe.weights })
+}
+
+impl Engine for Plain<'_> {
+    fn label(&self) -> String {
+        match self.chunk {
+            Some(chunk) => format!("plain decoder, scan in chunks of {chunk}"),
+            None => "plain decoder".into(),
+        }
+    }
+}
+
+impl Forward for Plain<'_> {
+    fn embed(&mut self, ids: &[TokenId]) -> Vec<f32> {
+        self.decoder.embed(ids)
+    }
+
+    fn forward(&mut self, rows: &[f32], state: &mut SequenceState) -> Trace {
+        let mut capture = Capture::default();
+        let out = match self.chunk {
+            Some(chunk) => self.decoder.forward_chunked(rows, state, chunk, Some(&mut capture)),
+            None => self.decoder.forward(rows, state, Some(&mut capture)),
+        };
+        Trace {
+            residual: capture.residual,
+            routes: capture.moe.into_iter().map(route).collect(),
+            logits: self.decoder.logits(&out.normed),
+            normed: out.normed,
+        }
+    }
+}
+
+impl Blocks for Plain<'_> {
+    fn block(&mut self, block: BlockIx, rows: &mut [f32], state: &mut BlockState) -> Option<RouteTrace> {
+        let mut moe = MoeCapture::default();
+        for row in rows.chunks_exact_mut(self.decoder.geometry().hidden) {
+            self.decoder.block(block, row, state, Some(&mut moe));
+        }
+        route(moe)
+    }
+}
+
+impl Decode for Plain<'_> {
+    fn decode(&mut self, rows: &[f32], steps: usize) -> Vec<TokenId> {
+        self.decoder.greedy(rows, &mut SequenceState::new(self.decoder.geometry()), steps).ids()
+    }
+}
+
+impl DraftLayer for Plain<'_> {
+    fn depth_one(&mut self, conventions: Conventions, rows: &[f32]) -> DraftTrace {
+        let hidden = self.decoder.geometry().hidden;
+        let read = rows.len() - hidden;
+        let out = self.decoder.forward(&rows[..read], &mut SequenceState::new(self.decoder.geometry()), None);
+        let (mut kv, mut moe) = (KvState::default(), MoeCapture::default());
+        let rows =
+            self.decoder.draft_rows(conventions, &rows[hidden..], conventions.hidden(&out), &mut kv, Some(&mut moe));
+        let ids = self.decoder.head(&rows).iter().map(|pick| pick.id).collect();
+        DraftTrace { rows, ids, picks: moe.picks, kv }
+    }
+}
+
+impl Speculate for Plain<'_> {
+    fn speculate(&mut self, rows: &[f32], steps: usize, depth: usize) -> Rounds {
+        let mut state = SequenceState::new(self.decoder.geometry());
+        let done = self.decoder.speculate(Conventions::default(), rows, &mut state, steps, depth);
+        Rounds {
+            ids: done.picks.iter().map(|pick| pick.id).collect(),
+            rounds: done
+                .rounds
+                .iter()
+                .map(|round| (round.drafts.iter().map(|draft| draft.id).collect(), round.accepted))
+                .collect(),
+        }
+    }
+}
+
+/// Everything there is to check of one case. None of the fixtures comes near a tie, so nothing may be excused.
+fn check_all(case: &Case, tolerance: &Tolerance, depths: &[usize]) {
+    let started = Instant::now();
+    let plain = &mut Plain::new(case, Activations::F32, None);
+    let positions = case.reference.rows.len() / case.geometry.hidden;
+    let mut excused = check_forward(case, plain, tolerance)
+        + check_blocks(case, plain, tolerance)
+        + check_decode(case, plain, tolerance)
+        + check_forward(case, &mut Plain::new(case, Activations::F32, Some(7)), tolerance);
+    check_split(case, &mut Plain::new(case, Activations::F32, Some(4)), &[1, positions / 2], tolerance);
+    if case.reference.draft.is_some() {
+        excused += check_draft_layer(case, plain, tolerance) + check_speculation(case, plain, depths, tolerance);
+    }
+    println!("{}: {:.1} s", case.reference.name, started.elapsed().as_secs_f32());
+    assert_eq!(excused, 0, "{}: excused where no near-tie was recorded", case.reference.name);
+}
+
+macro_rules! fixtures {
+    ($($test:ident $name:literal $depths:expr;)*) => {$(
+        #[test]
+        fn $test() {
+            if let Some(case) = Case::fixture($name) {
+                check_all(&case, &F32, $depths);
+            }
+        }
+    )*};
+}
+
+fixtures! {
+    tiny "tiny" &[];
+    tiny_groups "tiny-groups" &[];
+    tiny_mlp "tiny-mlp" &[];
+    tiny_latent "tiny-latent" &[];
+    tiny_clamp "tiny-clamp" &[];
+    tiny_nemo "tiny-nemo" &[1, 2, 3];
+    transcribe_tiny "transcribe-tiny" &[];
+    kernel "kernel" &[1, 2, 3];
+    wide "wide" &[1, 2, 3];
+}
