@@ -1,40 +1,35 @@
 //! A model with its recorded reference, and where to find it.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 
 use riparian::ids::TokenId;
-use riparian::model::geometry::{AttentionGeometry, BlockKind, Geometry, MambaGeometry, MoeGeometry};
+use riparian::model::config::{TextConfig, parse_json};
+use riparian::model::geometry::Geometry;
 use riparian::model::weights::DecoderWeights;
+use riparian::model::{Model, OpenOptions, open};
 use riparian::reference::embed::embed;
-use serde_json::Value;
 
 use crate::checkpoint::Checkpoint;
+use crate::common::oracle;
 use crate::reference::Reference;
 use crate::tensors::Tensors;
-
-/// Fixtures whose references travel with the source; their weights are rebuilt.
-pub(crate) const BUNDLED: [&str; 6] = ["tiny", "tiny-groups", "tiny-mlp", "tiny-latent", "tiny-clamp", "tiny-nemo"];
 
 /// A model and what is known of it.
 #[derive(Debug)]
 pub(crate) struct Case {
     pub(crate) geometry: Geometry,
-    pub(crate) weights: DecoderWeights,
+    weights: Weights,
     pub(crate) reference: Reference,
-    /// 0 where embeddings are stored exactly, else what one rounding may do.
-    pub(crate) embedding_tolerance: f32,
 }
 
-/// A file of the oracle: beside the clone, else the part of it that travels with the source.
-pub(crate) fn oracle(path: &str) -> Option<PathBuf> {
-    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-    let found = [root.join("../shared/oracle"), root.join("tests/data/oracle")].into_iter().map(|d| d.join(path)).find(|p| p.exists());
-    if found.is_none() {
-        println!("{path}: not in the bundled subset, and no ../shared/oracle beside the clone; skipped");
-    }
-    found
+/// Where a case's weights lie.
+#[derive(Debug)]
+enum Weights {
+    /// In memory, made by the hash rule.
+    Rebuilt(DecoderWeights),
+    /// In a file.
+    Opened(Arc<Model>),
 }
 
 impl Case {
@@ -48,74 +43,49 @@ impl Case {
 
     fn load_fixture(name: &str) -> Option<Self> {
         let folder = oracle(&format!("fixtures/{name}"))?;
-        let text = std::fs::read_to_string(folder.join("case.json")).expect("case.json");
-        // the config in it has bare infinities, as published ones do
-        let case: Value = serde_json::from_str(&text.replace("Infinity", "1e38")).expect("JSON");
+        let read =
+            |path: &str| std::fs::read_to_string(folder.join(path)).unwrap_or_else(|e| panic!("{name}/{path}: {e}"));
+        let case = parse_json(&read("case.json")).expect("case.json");
         let mut checkpoint = Checkpoint::rebuild(&case);
-        let stored = folder.join("checkpoint");
-        let config = if case.get("config").is_some() {
-            if case["weights"].as_array().expect("a manifest").iter().any(|entry| entry.get("fitted").is_some()) {
-                checkpoint.complete_from(&stored);
-            }
-            case["config"].clone()
-        } else {
-            let text = std::fs::read_to_string(stored.join("llm_backbone/config.json")).expect("config.json");
-            serde_json::from_str(&text.replace("Infinity", "1e38")).expect("JSON")
+        if checkpoint.misses_some(&case) {
+            checkpoint.complete_from(&folder.join("checkpoint"));
+        }
+        let config = match case.get("config") {
+            Some(config) => config.clone(),
+            None => parse_json(&read("checkpoint/llm_backbone/config.json")).expect("config.json"),
         };
-        let geometry = geometry(&config);
-        let weights = checkpoint.decoder(&geometry);
+        let draft = checkpoint.has("mtp.layers.0.eh_proj.weight");
+        let geometry = TextConfig::read(&config, draft).expect("a config").geometry;
+        let weights = Weights::Rebuilt(checkpoint.decoder(&geometry));
         let reference = Reference::of_fixture(name, &Tensors::read(&folder.join("reference.safetensors")), &geometry);
-        Some(Self { geometry, weights, reference, embedding_tolerance: 0.0 })
+        Some(Self { geometry, weights, reference })
+    }
+
+    /// A file of `oracle/cmf`; `None` where the whole oracle is wanted and absent.
+    pub(crate) fn peer(name: &str) -> Option<Self> {
+        let path = oracle(&format!("cmf/{name}.cmf"))?;
+        let model = open(&path, &OpenOptions::default()).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let json = std::fs::read_to_string(path.with_extension("json")).expect("the recordings beside the file");
+        let json = parse_json(&json).expect("JSON");
+        let tensors = Tensors::read(&path.with_extension("safetensors"));
+        let reference = Reference::of_peer(name, &json, &tensors, &model.geometry);
+        Some(Self { geometry: model.geometry.clone(), weights: Weights::Opened(model), reference })
+    }
+
+    /// The decoder's weights.
+    pub(crate) fn weights(&self) -> &DecoderWeights {
+        match &self.weights {
+            Weights::Rebuilt(weights) => weights,
+            Weights::Opened(model) => &model.decoder,
+        }
     }
 
     /// Embeddings of some ids, `[n, hidden]`.
     pub(crate) fn embed(&self, ids: &[TokenId]) -> Vec<f32> {
         let mut rows = vec![0.0; ids.len() * self.geometry.hidden];
         for (id, row) in ids.iter().zip(rows.chunks_exact_mut(self.geometry.hidden)) {
-            embed(&self.weights.embedding, *id, row);
+            embed(&self.weights().embedding, *id, row);
         }
         rows
-    }
-}
-
-fn geometry(config: &Value) -> Geometry {
-    let number = |key: &str| config[key].as_u64().map(|v| v as usize);
-    let n = |key: &str| number(key).unwrap_or_else(|| panic!("{key}"));
-    let limit = |i: usize| config["time_step_limit"][i].as_f64().map(|v| if v >= 1e30 { f32::INFINITY } else { v as f32 }).unwrap();
-    Geometry {
-        hidden: n("hidden_size"),
-        vocab: n("vocab_size"),
-        norm_eps: config["layer_norm_epsilon"].as_f64().unwrap() as f32,
-        blocks: (config["hybrid_override_pattern"].as_str().unwrap().chars())
-            .map(|c| match c {
-                'M' => BlockKind::Mamba,
-                '*' => BlockKind::Attention,
-                'E' => BlockKind::Moe,
-                _ => BlockKind::Mlp,
-            })
-            .collect(),
-        attention: Some(AttentionGeometry { heads: n("num_attention_heads"), kv_heads: n("num_key_value_heads"), head_dim: n("head_dim") }),
-        mamba: Some(MambaGeometry {
-            heads: n("mamba_num_heads"),
-            head_dim: n("mamba_head_dim"),
-            groups: n("n_groups"),
-            d_state: n("ssm_state_size"),
-            d_conv: n("conv_kernel"),
-            dt_limit: [limit(0), limit(1)],
-        }),
-        moe: Some(MoeGeometry {
-            experts: n("n_routed_experts"),
-            top_k: n("num_experts_per_tok"),
-            inter: n("moe_intermediate_size"),
-            shared_inter: n("moe_shared_expert_intermediate_size"),
-            latent: number("moe_latent_size"),
-            n_group: n("n_group"),
-            topk_group: n("topk_group"),
-            scale: config["routed_scaling_factor"].as_f64().unwrap() as f32,
-            norm_topk: true,
-        }),
-        mlp_inter: number("intermediate_size"),
-        draft: number("num_nextn_predict_layers").is_some_and(|n| n > 0),
-        max_positions: n("max_position_embeddings"),
     }
 }

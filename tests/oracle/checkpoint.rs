@@ -19,7 +19,8 @@ pub(crate) struct Checkpoint(HashMap<String, (Codec, Vec<usize>, Arc<Vec<u8>>)>)
 
 /// `u` of the rule, for one tensor: exact in f32.
 fn unit(seed: u64, name: &str) -> impl Fn(u64) -> f32 + Sync {
-    let hash = name.bytes().fold(0xCBF2_9CE4_8422_2325, |h: u64, byte| (h ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3));
+    let hash =
+        name.bytes().fold(0xCBF2_9CE4_8422_2325, |h: u64, byte| (h ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3));
     let base = hash.wrapping_add(seed.wrapping_mul(0xD1B5_4A32_D192_ED03));
     move |i| {
         let mut z = base.wrapping_add((i + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
@@ -28,6 +29,11 @@ fn unit(seed: u64, name: &str) -> impl Fn(u64) -> f32 + Sync {
         z ^= z >> 31;
         (z >> 40) as f32 * 2f32.powi(-24) - 0.5
     }
+}
+
+/// Whether a tensor belongs to the decoder or its draft layer.
+fn of_decoder(name: &str) -> bool {
+    ["backbone.", "lm_head.", "mtp."].iter().any(|part| name.starts_with(part))
 }
 
 fn f32_of(value: &Value) -> f32 {
@@ -41,7 +47,7 @@ impl Checkpoint {
         let manifest = case["weights"].as_array().expect("a manifest");
         let tensors = manifest.par_iter().filter_map(|entry| {
             let name = entry["name"].as_str().expect("a name");
-            if entry.get("fitted").is_some() || name.starts_with("perception.") || name.starts_with("ctc_timestamp.") {
+            if entry.get("fitted").is_some() || !of_decoder(name) {
                 return None;
             }
             let number = |v: &Value| usize::try_from(v.as_u64().expect("a size")).expect("a size");
@@ -58,6 +64,16 @@ impl Checkpoint {
             Some((name.to_owned(), (codec, shape, Arc::new(bytes))))
         });
         Self(tensors.collect())
+    }
+
+    /// Whether the manifest has fitted weights of the decoder, which no rule makes.
+    pub(crate) fn misses_some(&self, case: &Value) -> bool {
+        let names = case["weights"].as_array().expect("a manifest").iter();
+        names.map(|entry| entry["name"].as_str().expect("a name")).any(|name| of_decoder(name) && !self.has(name))
+    }
+
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.0.contains_key(name)
     }
 
     /// Adds what is missing from the safetensors files of a folder in the text layout.
@@ -165,7 +181,9 @@ impl Checkpoint {
             bias: self.vector(&format!("{mixer}gate.e_score_correction_bias")),
             experts: (0..moe.experts).map(|e| self.mlp(&format!("{mixer}experts.{e}."))).collect(),
             shared: self.mlp(&format!("{mixer}shared_experts.")),
-            latent: moe.latent.map(|_| ["fc1", "fc2"].map(|fc| self.matrix(&format!("{mixer}{fc}_latent_proj.weight")))),
+            latent: moe
+                .latent
+                .map(|_| ["fc1", "fc2"].map(|fc| self.matrix(&format!("{mixer}{fc}_latent_proj.weight")))),
         }
     }
 }

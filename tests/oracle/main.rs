@@ -7,6 +7,8 @@
 
 mod case;
 mod checkpoint;
+#[path = "../common/mod.rs"]
+mod common;
 mod harness;
 mod plain;
 mod reference;

@@ -198,7 +198,11 @@ impl Reference {
             path: Vec::new(),
             rows,
             picks: None,
-            kv: StateReference { k: tensors.maybe_f32("mtp.k"), v: tensors.maybe_f32("mtp.v"), ..StateReference::default() },
+            kv: StateReference {
+                k: tensors.maybe_f32("mtp.k"),
+                v: tensors.maybe_f32("mtp.v"),
+                ..StateReference::default()
+            },
             ids: vec![(Conventions::default(), ids(&json["mtp"]["draft_ids"]))],
             margins: None,
             speculation: Vec::new(),

@@ -16,8 +16,8 @@ pub(crate) struct Report {
 #[derive(Clone, Copy, Debug, Default)]
 struct Worst {
     absolute: f32,
-    /// Over the largest magnitude of the reference tensor it was seen in.
-    relative: f32,
+    /// Over the largest magnitude of the reference tensor it was seen in; of bounds that are absolute, nothing.
+    relative: Option<f32>,
 }
 
 impl Report {
@@ -37,18 +37,18 @@ impl Report {
     pub(crate) fn close(&mut self, kind: &'static str, place: &str, got: &[f32], want: &[f32], tolerance: f32) {
         assert_eq!(got.len(), want.len(), "{}: {kind} {place}: length", self.title);
         let peak = want.iter().fold(0.0f32, |peak, w| peak.max(w.abs()));
-        self.within(kind, place, got, want, tolerance * peak, peak);
+        self.within(kind, place, got, want, tolerance * peak, Some(peak));
     }
 
     /// Holds `got` to within an absolute bound of `want`.
     #[track_caller]
     pub(crate) fn close_absolute(&mut self, kind: &'static str, place: &str, got: &[f32], want: &[f32], bound: f32) {
         assert_eq!(got.len(), want.len(), "{}: {kind} {place}: length", self.title);
-        self.within(kind, place, got, want, bound, 1.0);
+        self.within(kind, place, got, want, bound, None);
     }
 
     #[track_caller]
-    fn within(&mut self, kind: &'static str, place: &str, got: &[f32], want: &[f32], bound: f32, peak: f32) {
+    fn within(&mut self, kind: &'static str, place: &str, got: &[f32], want: &[f32], bound: f32, peak: Option<f32>) {
         let worst = self.worst.entry(kind).or_default();
         for (i, (got, want)) in got.iter().zip(want).enumerate() {
             let difference = (got - want).abs();
@@ -59,8 +59,8 @@ impl Report {
                 self.title,
             );
             worst.absolute = worst.absolute.max(difference);
-            if peak > 0.0 {
-                worst.relative = worst.relative.max(difference / peak);
+            if let Some(peak) = peak.filter(|peak| *peak > 0.0) {
+                worst.relative = Some(worst.relative.unwrap_or(0.0).max(difference / peak));
             }
         }
         *self.checked.entry(kind).or_default() += got.len();
@@ -81,7 +81,12 @@ impl Report {
         let mut line = self.title.clone();
         for (kind, count) in &self.checked {
             match self.worst.get(kind) {
-                Some(w) => line += &format!("\n    {kind}: {count} values, {:.1e} apart, {:.1e} of the peak", w.absolute, w.relative),
+                Some(Worst { absolute, relative: Some(relative) }) => {
+                    line += &format!("\n    {kind}: {count} values, {absolute:.1e} apart, {relative:.1e} of the peak");
+                }
+                Some(Worst { absolute, relative: None }) => {
+                    line += &format!("\n    {kind}: {count} values, {absolute:.1e} apart");
+                }
                 None => line += &format!("\n    {kind}: {count} equal"),
             }
         }

@@ -28,9 +28,11 @@ pub(crate) struct Tolerance {
 pub(crate) const F32: Tolerance =
     Tolerance { rows: 5e-6, states: 5e-6, draft: 1e-5, weights: 1e-5, margin: 1.3e-4, router_gap: 1.3e-5 };
 
-/// f32 activations over quantised weights, against the peer.
+/// f32 activations over a q4tp file, for an engine that evaluates the ladder as `exp2(lo + code * step)`.
 ///
-/// Both multiply the same dequantised weights, but the peer folds scales in another order and sums in SIMD lanes; and
-/// with 4-bit experts the rows of these small random models grow, so that single roundings weigh more.
-pub(crate) const F32_QUANTIZED: Tolerance =
-    Tolerance { rows: 1e-5, states: 1e-5, draft: 2e-5, weights: 2e-5, margin: 2.6e-4, router_gap: 2.6e-5 };
+/// A scale is then up to 5e-6 from the reference's (`runtime.md` §3a). With the plain decoder's ladder evaluated that
+/// way the peer's q4tp files came out at most 3.1e-6 of the peak apart in rows and logits, 2.3e-6 in states, 2.6e-6
+/// in draft rows, instead of 1.9e-6; three times that, as above.
+#[allow(dead_code, reason = "the plain decoder evaluates the ladder as the reference does")]
+pub(crate) const F32_OTHER_LADDER: Tolerance =
+    Tolerance { rows: 1e-5, states: 1e-5, draft: 1e-5, weights: 2e-5, margin: 2.6e-4, router_gap: 2.6e-5 };
