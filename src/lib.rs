@@ -4,6 +4,7 @@
 pub mod actors;
 pub mod audio;
 pub mod device;
+pub mod host;
 pub mod ids;
 pub mod knobs;
 pub mod model;

@@ -1,0 +1,222 @@
+//! Attention blocks (`model.md` §1.3): causal, no positions.
+//!
+//! Keys are taken in tiles that begin at multiples of [`TILE`]; a tile gives a
+//! maximum, a sum and a weighted value row, and tiles are merged in order. So a
+//! row's result depends on its keys alone, memory does not grow with the
+//! context beyond the KV itself, and a long context is spread over threads.
+
+use super::kernels::{Job, prepare, run};
+use super::math;
+use crate::host::Pool;
+use crate::knobs::Activations;
+use crate::model::geometry::AttentionGeometry;
+use crate::model::state::KvState;
+use crate::model::weights::AttentionWeights;
+
+/// Keys of a tile.
+const TILE: usize = 256;
+/// Rows of a task: they share the reading of the keys.
+const ROWS: usize = 8;
+
+/// Mixer output `[n, hidden]` for normed rows `[n, hidden]`; their keys and values are appended.
+pub(crate) fn mix(
+    pool: &Pool,
+    geometry: &AttentionGeometry,
+    weights: &AttentionWeights,
+    act: Activations,
+    normed: &[f32],
+    kv: &mut KvState,
+) -> Vec<f32> {
+    let n = normed.len() / weights.q.cols();
+    let (q_width, kv_width) = (geometry.q_width(), geometry.kv_width());
+    let past = kv.k.len() / kv_width;
+    let mut q = vec![0.0; n * q_width];
+    kv.k.resize((past + n) * kv_width, 0.0);
+    kv.v.resize((past + n) * kv_width, 0.0);
+    let inputs = [&weights.q, &weights.k, &weights.v].map(|matrix| prepare(pool, matrix, act, normed));
+    let jobs = vec![
+        Job { matrix: &weights.q, input: &inputs[0], out: &mut q },
+        Job { matrix: &weights.k, input: &inputs[1], out: &mut kv.k[past * kv_width..] },
+        Job { matrix: &weights.v, input: &inputs[2], out: &mut kv.v[past * kv_width..] },
+    ];
+    run(pool, jobs);
+
+    let mixed = attend(pool, geometry, &q, kv, past);
+
+    let mut out = vec![0.0; n * weights.o.rows()];
+    let input = prepare(pool, &weights.o, act, &mixed);
+    run(pool, vec![Job { matrix: &weights.o, input: &input, out: &mut out }]);
+    out
+}
+
+/// What one tile, or several merged ones, give for a query.
+#[derive(Clone)]
+struct Partial {
+    max: f32,
+    sum: f32,
+    /// `[head_dim]`
+    acc: Vec<f32>,
+}
+
+impl Partial {
+    fn empty(head_dim: usize) -> Self {
+        Self { max: f32::NEG_INFINITY, sum: 0.0, acc: vec![0.0; head_dim] }
+    }
+
+    /// Adds a later tile's part.
+    fn merge(&mut self, tile: &Partial) {
+        // A NaN in a score must stay one: `f32::max` would drop it.
+        let max = if tile.max > self.max || tile.max.is_nan() { tile.max } else { self.max };
+        let (old, new) = (math::exp(self.max - max), math::exp(tile.max - max));
+        self.max = max;
+        self.sum = self.sum * old + tile.sum * new;
+        for (acc, tile) in self.acc.iter_mut().zip(&tile.acc) {
+            *acc = *acc * old + tile * new;
+        }
+    }
+}
+
+/// Causal attention of queries `[n, heads, head_dim]` at positions `past …`, over `kv`.
+fn attend(pool: &Pool, geometry: &AttentionGeometry, q: &[f32], kv: &KvState, past: usize) -> Vec<f32> {
+    let (width, dim) = (geometry.q_width(), geometry.head_dim);
+    let n = q.len() / width;
+    let tiles = (past + n).div_ceil(TILE);
+    let mut out = vec![0.0; n * width];
+    let blocks = n.div_ceil(ROWS);
+    // With few rows the tiles are spread over the threads, with many the rows.
+    if tiles > 1 && blocks * geometry.kv_heads < 4 * pool.threads() {
+        let mut parts: Vec<Option<Vec<Partial>>> = vec![None; blocks * geometry.kv_heads * tiles];
+        let work = parts.iter_mut().enumerate().collect();
+        pool.each(work, |(i, part): (usize, &mut Option<Vec<Partial>>)| {
+            let (block, head, t) = (i / (geometry.kv_heads * tiles), i / tiles % geometry.kv_heads, i % tiles);
+            *part = Some(tile(geometry, q, kv, past, block * ROWS, head, t));
+        });
+        for (i, parts) in parts.chunks(tiles).enumerate() {
+            let mut sums: Option<Vec<Partial>> = None;
+            for part in parts.iter().flatten() {
+                merge(&mut sums, part, dim);
+            }
+            let sums = sums.unwrap_or_default();
+            finish(
+                geometry,
+                &sums,
+                |row, head, value| {
+                    let at = (i / geometry.kv_heads * ROWS + row) * width + head * dim;
+                    out[at..at + dim].copy_from_slice(value);
+                },
+                i % geometry.kv_heads,
+            );
+        }
+        return out;
+    }
+    let mut work = Vec::new();
+    for (block, rows) in out.chunks_mut(ROWS * width).enumerate() {
+        let mut heads: Vec<Vec<&mut [f32]>> = (0..geometry.kv_heads).map(|_| Vec::new()).collect();
+        for row in rows.chunks_exact_mut(width) {
+            for (head, part) in row.chunks_exact_mut(width / geometry.kv_heads).enumerate() {
+                heads[head].push(part);
+            }
+        }
+        work.extend(heads.into_iter().enumerate().map(|(head, rows)| (block, head, rows)));
+    }
+    // The last rows have the most keys: longest work first.
+    work.reverse();
+    pool.each(work, |(block, head, mut rows)| {
+        let mut sums: Option<Vec<Partial>> = None;
+        for t in 0..tiles {
+            merge(&mut sums, &tile(geometry, q, kv, past, block * ROWS, head, t), dim);
+        }
+        let share = geometry.heads / geometry.kv_heads;
+        finish(
+            geometry,
+            &sums.unwrap_or_default(),
+            |row, query_head, value| {
+                let at = (query_head - head * share) * dim;
+                rows[row][at..at + dim].copy_from_slice(value);
+            },
+            head,
+        );
+    });
+    out
+}
+
+/// Merges a tile's partials into those of the tiles before it.
+fn merge(sums: &mut Option<Vec<Partial>>, tile: &[Partial], dim: usize) {
+    let sums = sums.get_or_insert_with(|| vec![Partial::empty(dim); tile.len()]);
+    for (sum, tile) in sums.iter_mut().zip(tile) {
+        // A tile wholly in a row's future has no part in it.
+        if tile.sum != 0.0 {
+            sum.merge(tile);
+        }
+    }
+}
+
+/// Gives each row's and query head's value, divided by its sum.
+fn finish(geometry: &AttentionGeometry, sums: &[Partial], mut give: impl FnMut(usize, usize, &[f32]), kv_head: usize) {
+    let share = geometry.heads / geometry.kv_heads;
+    let mut value = vec![0.0; geometry.head_dim];
+    for (i, sum) in sums.iter().enumerate() {
+        for (value, acc) in value.iter_mut().zip(&sum.acc) {
+            *value = acc / sum.sum;
+        }
+        give(i / share, kv_head * share + i % share, &value);
+    }
+}
+
+/// Partials `[rows, heads that share the KV head]` of tile `t`, for up to [`ROWS`] rows from `first` on.
+fn tile(
+    geometry: &AttentionGeometry,
+    q: &[f32],
+    kv: &KvState,
+    past: usize,
+    first: usize,
+    kv_head: usize,
+    t: usize,
+) -> Vec<Partial> {
+    let (dim, width, kv_width) = (geometry.head_dim, geometry.q_width(), geometry.kv_width());
+    let share = geometry.heads / geometry.kv_heads;
+    let n = q.len() / width;
+    let rows = first..(first + ROWS).min(n);
+    let factor = 1.0 / (dim as f32).sqrt();
+    let line =
+        |data: &[f32], j: usize| j * kv_width + kv_head * dim..(j * kv_width + kv_head * dim + dim).min(data.len());
+    let mut partials = vec![Partial::empty(dim); rows.len() * share];
+    let mut scores = [0.0f32; TILE];
+    for (i, partial) in partials.iter_mut().enumerate() {
+        let row = first + i / share;
+        let keys = t * TILE..((t + 1) * TILE).min(past + row + 1);
+        if keys.is_empty() {
+            continue;
+        }
+        let query = &q[row * width + (kv_head * share + i % share) * dim..][..dim];
+        let scores = &mut scores[..keys.len()];
+        for (score, j) in scores.iter_mut().zip(keys.clone()) {
+            *score = math::dot(query, &kv.k[line(&kv.k, j)]) * factor;
+            if *score > partial.max || score.is_nan() {
+                partial.max = *score;
+            }
+        }
+        for (score, j) in scores.iter_mut().zip(keys) {
+            let weight = math::exp(*score - partial.max);
+            partial.sum += weight;
+            for (acc, v) in partial.acc.iter_mut().zip(&kv.v[line(&kv.v, j)]) {
+                *acc += weight * v;
+            }
+        }
+    }
+    partials
+}
+
+/// Appends the keys and values of normed rows `[n, hidden]`, computing no output.
+pub(crate) fn remember(pool: &Pool, weights: &AttentionWeights, act: Activations, normed: &[f32], kv: &mut KvState) {
+    let (n, width) = (normed.len() / weights.k.cols(), weights.k.rows());
+    let past = kv.k.len();
+    kv.k.resize(past + n * width, 0.0);
+    kv.v.resize(past + n * width, 0.0);
+    let inputs = [&weights.k, &weights.v].map(|matrix| prepare(pool, matrix, act, normed));
+    let jobs = vec![
+        Job { matrix: &weights.k, input: &inputs[0], out: &mut kv.k[past..] },
+        Job { matrix: &weights.v, input: &inputs[1], out: &mut kv.v[past..] },
+    ];
+    run(pool, jobs);
+}

@@ -1,0 +1,185 @@
+//! The products as plain loops over fixed numbers of lanes.
+//!
+//! Inlined into functions compiled for one instruction set each, where the
+//! compiler turns the lanes into vectors. Order of the sums, everywhere:
+//!
+//! * int8: group `g` of 32 columns gives `t = (d·scale) · sum` with an exact
+//!   integer sum; lane `g mod 16` adds its `t` in order of `g`; the lanes are
+//!   summed by [`math::tree`]. No fused multiply-add: all sets agree bit for bit.
+//! * float: lane `c mod 64` adds its products in order of `c`; the four
+//!   sixteens are added `(0 + 1) + (2 + 3)`, then [`math::tree`].
+
+use crate::host::math;
+use crate::model::tensors::Codec;
+
+use super::input::{Codes, Floats, GROUP, LANES, WIDE};
+
+/// The 32 rungs of a q4tp row: `2^(lo + code · step)`.
+#[inline(always)]
+pub(super) fn ladder(params: &[u8; 4]) -> [f32; 32] {
+    let (lo, step) = (math::half_at(&params[..2]), math::half_at(&params[2..]));
+    let mut rungs = [0.0; 32];
+    for (code, rung) in rungs.iter_mut().enumerate() {
+        *rung = math::exp2(lo + code as f32 * step);
+    }
+    rungs
+}
+
+/// Rung number of group `g`: 5 bits at bit `5·g` of the row's codes.
+#[inline(always)]
+fn rung(codes: &[u8], g: usize) -> usize {
+    let (byte, shift) = (5 * g / 8, 5 * g % 8);
+    let high = codes.get(byte + 1).copied().unwrap_or(0);
+    (u16::from_le_bytes([codes[byte], high]) >> shift) as usize & 31
+}
+
+/// Scales of q4tp rows: `out [rows, lanes]`, zero beyond `groups`.
+#[inline(always)]
+pub(super) fn scales(ladders: &[u8], codes: &[u8], groups: usize, out: &mut [f32]) {
+    let (width, lanes) = (Codec::code_bytes(groups), groups.next_multiple_of(LANES));
+    for ((params, codes), out) in ladders.as_chunks().0.iter().zip(codes.chunks_exact(width)).zip(out.chunks_mut(lanes))
+    {
+        let rungs = ladder(params);
+        for (g, out) in out[..groups].iter_mut().enumerate() {
+            *out = rungs[rung(codes, g)];
+        }
+        out[groups..].fill(0.0);
+    }
+}
+
+/// q8_2f, int8 activations: `out [rows, N]`, without the row scale.
+#[inline(always)]
+pub(super) fn q8_codes<const N: usize>(w: &[i8], cols: usize, x: &Codes, first: usize, out: &mut [f32]) {
+    for (w, out) in w.chunks_exact(cols).zip(out.as_chunks_mut::<N>().0) {
+        let mut lanes = [[0.0f32; LANES]; N];
+        let (whole, tail) = w.as_chunks::<GROUP>();
+        let mut group = |g: usize, w: &[i8]| {
+            for i in 0..N {
+                let (codes, steps, _) = x.row(first + i);
+                let sum: i32 = w.iter().zip(&codes[g]).map(|(w, q)| i32::from(*w) * i32::from(*q)).sum();
+                lanes[i][g % LANES] += steps[g] * sum as f32;
+            }
+        };
+        for (g, w) in whole.iter().enumerate() {
+            group(g, w);
+        }
+        if !tail.is_empty() {
+            group(whole.len(), tail);
+        }
+        *out = lanes.map(math::tree);
+    }
+}
+
+/// q4tp, int8 activations: `out [rows, N]`; `scales [rows, lanes]`.
+#[inline(always)]
+pub(super) fn q4_codes<const N: usize>(
+    w: &[u8],
+    groups: usize,
+    scales: &[f32],
+    x: &Codes,
+    first: usize,
+    out: &mut [f32],
+) {
+    let rows = w.chunks_exact(groups * 16).zip(scales.chunks_exact(x.lanes));
+    for ((w, scales), out) in rows.zip(out.as_chunks_mut::<N>().0) {
+        let mut lanes = [[0.0f32; LANES]; N];
+        for (g, w) in w.as_chunks::<16>().0.iter().enumerate() {
+            for i in 0..N {
+                let (codes, steps, sums) = x.row(first + i);
+                let mut sum = 0;
+                for k in 0..16 {
+                    sum += i32::from(w[k] & 15) * i32::from(codes[g][k]);
+                    sum += i32::from(w[k] >> 4) * i32::from(codes[g][16 + k]);
+                }
+                lanes[i][g % LANES] += (steps[g] * scales[g]) * (sum - 8 * sums[g]) as f32;
+            }
+        }
+        *out = lanes.map(math::tree);
+    }
+}
+
+/// Float activations: `out [rows, N]`. `load(row, column, weights)` fills up to
+/// 64 weights from `column` on (the rest is zero before and must stay so).
+#[inline(always)]
+pub(super) fn floats<const N: usize, const FMA: bool>(
+    cols: usize,
+    load: impl Fn(usize, usize, &mut [f32; WIDE]),
+    x: &Floats,
+    first: usize,
+    out: &mut [f32],
+) {
+    for (r, out) in out.as_chunks_mut::<N>().0.iter_mut().enumerate() {
+        let mut lanes = [[0.0f32; WIDE]; N];
+        for column in (0..cols).step_by(WIDE) {
+            let mut w = [0.0f32; WIDE];
+            load(r, column, &mut w);
+            for i in 0..N {
+                let x: &[f32; WIDE] = x.row(first + i)[column..].first_chunk().expect("padded rows");
+                for l in 0..WIDE {
+                    lanes[i][l] = if FMA { w[l].mul_add(x[l], lanes[i][l]) } else { lanes[i][l] + w[l] * x[l] };
+                }
+            }
+        }
+        for i in 0..N {
+            let mut sum = [0.0; LANES];
+            for l in 0..LANES {
+                sum[l] = (lanes[i][l] + lanes[i][16 + l]) + (lanes[i][32 + l] + lanes[i][48 + l]);
+            }
+            out[i] = math::tree(sum);
+        }
+    }
+}
+
+/// Loads from rows of elements of `SIZE` bytes.
+#[inline(always)]
+pub(super) fn elements<const SIZE: usize>(
+    w: &[u8],
+    cols: usize,
+    value: impl Fn([u8; SIZE]) -> f32,
+) -> impl Fn(usize, usize, &mut [f32; WIDE]) {
+    move |r, column, out| {
+        let from = &w[(r * cols + column) * SIZE..(r * cols + cols) * SIZE];
+        match from.first_chunk_of::<SIZE>() {
+            Some(whole) => {
+                for l in 0..WIDE {
+                    out[l] = value(whole[l]);
+                }
+            }
+            None => {
+                for (out, from) in out.iter_mut().zip(from.as_chunks::<SIZE>().0) {
+                    *out = value(*from);
+                }
+            }
+        }
+    }
+}
+
+/// The first 64 elements, where there are as many.
+trait FirstWide {
+    fn first_chunk_of<const SIZE: usize>(&self) -> Option<&[[u8; SIZE]; WIDE]>;
+}
+
+impl FirstWide for [u8] {
+    #[inline(always)]
+    fn first_chunk_of<const SIZE: usize>(&self) -> Option<&[[u8; SIZE]; WIDE]> {
+        self.as_chunks::<SIZE>().0.first_chunk()
+    }
+}
+
+/// Loads from q4tp rows: two groups, each its even columns and then its odd ones.
+#[inline(always)]
+pub(super) fn nibbles(w: &[u8], groups: usize, scales: &[f32]) -> impl Fn(usize, usize, &mut [f32; WIDE]) {
+    let lanes = groups.next_multiple_of(LANES);
+    move |r, column, out| {
+        let first = column / GROUP;
+        for (j, out) in out.as_chunks_mut::<GROUP>().0.iter_mut().enumerate().take(groups - first) {
+            let g = first + j;
+            let w = &w.as_chunks::<16>().0[r * groups + g];
+            let scale = scales[r * lanes + g];
+            for k in 0..16 {
+                out[k] = (i32::from(w[k] & 15) - 8) as f32 * scale;
+                out[16 + k] = (i32::from(w[k] >> 4) - 8) as f32 * scale;
+            }
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! The kernels for any processor: the bodies as the target's own baseline compiles them.
+
+use super::body;
+use super::input::{Codes, Floats, GROUP, quantize_body};
+use super::set::{Set, by_rows};
+use crate::host::math;
+
+pub(super) static SET: Set =
+    Set { quantize, scales, q8_codes, q4_codes, q8_floats, q4_floats, f32: exact32, f16: exact16, bf16: brain16 };
+
+fn quantize(
+    x: &mut [f32],
+    fields: Option<&[u8]>,
+    split: bool,
+    codes: &mut [[i8; GROUP]],
+    steps: &mut [f32],
+    sums: &mut [i32],
+) {
+    quantize_body(x, fields, split, codes, steps, sums);
+}
+
+fn scales(ladders: &[u8], codes: &[u8], groups: usize, out: &mut [f32]) {
+    body::scales(ladders, codes, groups, out);
+}
+
+fn q8_codes(w: &[i8], cols: usize, x: &Codes, first: usize, n: usize, out: &mut [f32]) {
+    by_rows!(n, N => body::q8_codes::<N>(w, cols, x, first, out));
+}
+
+fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first: usize, n: usize, out: &mut [f32]) {
+    by_rows!(n, N => body::q4_codes::<N>(w, groups, scales, x, first, out));
+}
+
+fn q8_floats(w: &[i8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
+    let load = body::elements(bytemuck::cast_slice(w), cols, |[w]: [u8; 1]| f32::from(w as i8));
+    by_rows!(n, N => body::floats::<N, false>(cols, load, x, first, out));
+}
+
+fn q4_floats(w: &[u8], groups: usize, scales: &[f32], x: &Floats, first: usize, n: usize, out: &mut [f32]) {
+    let load = body::nibbles(w, groups, scales);
+    by_rows!(n, N => body::floats::<N, false>(groups * GROUP, load, x, first, out));
+}
+
+fn exact32(w: &[u8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
+    let load = body::elements(w, cols, f32::from_le_bytes);
+    by_rows!(n, N => body::floats::<N, false>(cols, load, x, first, out));
+}
+
+fn exact16(w: &[u8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
+    let load = body::elements(w, cols, |w| math::half(u16::from_le_bytes(w)));
+    by_rows!(n, N => body::floats::<N, false>(cols, load, x, first, out));
+}
+
+fn brain16(w: &[u8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
+    let load = body::elements(w, cols, |w| f32::from_bits(u32::from(u16::from_le_bytes(w)) << 16));
+    by_rows!(n, N => body::floats::<N, false>(cols, load, x, first, out));
+}
