@@ -460,7 +460,7 @@ mod tests {
     fn what_is_wrong_is_named() {
         for (key, value, want) in [
             ("hidden_size", json!(0), "config key hidden_size is 0"),
-            ("hidden_size", json!(1 << 40), "config key hidden_size is 1099511627776"),
+            ("hidden_size", json!(1u64 << 40), "config key hidden_size is 1099511627776"),
             ("hidden_size", json!("64"), "config key hidden_size is \"64\""),
             ("hidden_size", Value::Null, "config key hidden_size is missing"),
             ("layers_block_type", json!(["mamba", "swa"]), "block 1 has the type \"swa\""),

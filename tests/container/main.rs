@@ -2,6 +2,9 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../common/weights.rs"]
+mod weights;
 
 mod peer;
+mod rebuilt;
 mod vectors;
