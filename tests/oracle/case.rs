@@ -27,7 +27,7 @@ pub(crate) struct Case {
 #[derive(Debug)]
 enum Weights {
     /// In memory, made by the hash rule.
-    Rebuilt(DecoderWeights),
+    Rebuilt { checkpoint: Checkpoint, decoder: DecoderWeights },
     /// In a file.
     Opened(Arc<Model>),
 }
@@ -41,7 +41,8 @@ impl Case {
         slot.get_or_init(|| Self::load_fixture(name).map(Arc::new)).clone()
     }
 
-    fn load_fixture(name: &str) -> Option<Self> {
+    /// As [`Case::fixture`], a copy of the caller's own.
+    pub(crate) fn load_fixture(name: &str) -> Option<Self> {
         let folder = oracle(&format!("fixtures/{name}"))?;
         let read =
             |path: &str| std::fs::read_to_string(folder.join(path)).unwrap_or_else(|e| panic!("{name}/{path}: {e}"));
@@ -56,7 +57,8 @@ impl Case {
         };
         let draft = checkpoint.has("mtp.layers.0.eh_proj.weight");
         let geometry = TextConfig::read(&config, draft).expect("a config").geometry;
-        let weights = Weights::Rebuilt(checkpoint.decoder(&geometry));
+        let decoder = checkpoint.decoder(&geometry);
+        let weights = Weights::Rebuilt { checkpoint, decoder };
         let reference = Reference::of_fixture(name, &Tensors::read(&folder.join("reference.safetensors")), &geometry);
         Some(Self { geometry, weights, reference })
     }
@@ -75,9 +77,23 @@ impl Case {
     /// The decoder's weights.
     pub(crate) fn weights(&self) -> &DecoderWeights {
         match &self.weights {
-            Weights::Rebuilt(weights) => weights,
+            Weights::Rebuilt { decoder, .. } => decoder,
             Weights::Opened(model) => &model.decoder,
         }
+    }
+
+    /// A fixture's weights once more, for whoever wants to own or change them; the matrices are handles.
+    pub(crate) fn rebuilt(&self) -> DecoderWeights {
+        match &self.weights {
+            Weights::Rebuilt { checkpoint, .. } => checkpoint.decoder(&self.geometry),
+            Weights::Opened(_) => panic!("{} is a file", self.reference.name),
+        }
+    }
+
+    /// The same model with another reference.
+    pub(crate) fn with_reference(mut self, reference: Reference) -> Self {
+        self.reference = reference;
+        self
     }
 
     /// Embeddings of some ids, `[n, hidden]`.

@@ -10,8 +10,11 @@ mod checkpoint;
 #[path = "../common/mod.rs"]
 mod common;
 mod harness;
+mod int8;
 mod plain;
+mod recorded;
 mod reference;
 mod report;
 mod tensors;
 mod tolerance;
+mod wrong;

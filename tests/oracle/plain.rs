@@ -4,7 +4,9 @@ use std::time::Instant;
 
 use riparian::ids::{BlockIx, TokenId};
 use riparian::knobs::Activations;
+use riparian::model::geometry::Geometry;
 use riparian::model::state::{BlockState, KvState, SequenceState};
+use riparian::model::tensors::Matrix;
 use riparian::reference::{Capture, Conventions, MoeCapture, PlainDecoder};
 
 use crate::case::Case;
@@ -17,13 +19,29 @@ use crate::tolerance::{F32, Tolerance};
 /// The plain decoder, position by position or with a chunked scan.
 pub(crate) struct Plain<'a> {
     decoder: PlainDecoder<'a>,
+    act: Activations,
     /// Positions a chunk of the scan has; without it, one position at a time.
     chunk: Option<usize>,
 }
 
 impl<'a> Plain<'a> {
     pub(crate) fn new(case: &'a Case, act: Activations, chunk: Option<usize>) -> Self {
-        Self { decoder: PlainDecoder::new(&case.geometry, case.weights(), act), chunk }
+        Self { decoder: PlainDecoder::new(&case.geometry, case.weights(), act), act, chunk }
+    }
+}
+
+impl Plain<'_> {
+    /// The model's shapes.
+    pub(crate) fn geometry(&self) -> &Geometry {
+        self.decoder.geometry()
+    }
+
+    /// Normed rows and logits of the rows after the last block.
+    pub(crate) fn output(&self, rows: &[f32]) -> (Vec<f32>, Vec<f32>) {
+        let rows = rows.chunks_exact(self.geometry().hidden);
+        let normed: Vec<f32> = rows.flat_map(|row| self.decoder.final_norm(row)).collect();
+        let logits = self.decoder.logits(&normed);
+        (normed, logits)
     }
 }
 
@@ -35,8 +53,8 @@ fn route(moe: MoeCapture) -> Option<RouteTrace> {
 impl Engine for Plain<'_> {
     fn label(&self) -> String {
         match self.chunk {
-            Some(chunk) => format!("plain decoder, scan in chunks of {chunk}"),
-            None => "plain decoder".into(),
+            Some(chunk) => format!("plain decoder {:?}, scan in chunks of {chunk}", self.act),
+            None => format!("plain decoder {:?}", self.act),
         }
     }
 }
@@ -166,4 +184,59 @@ peer_files! {
     peer_nemo_exact_mtp "nemo-exact-mtp";
     peer_nemo_q4tp "nemo-q4tp";
     peer_kernel_q4tp "kernel-q4tp";
+}
+
+/// After drafting, keeping and rolling back, the state is that of having read the emitted ids one by one, bit for bit.
+#[test]
+fn rounds_leave_the_state_of_plain_decode() {
+    for (name, must_keep) in [("tiny-nemo", false), ("kernel", true)] {
+        let Some(case) = Case::fixture(name) else { continue };
+        let decoder = PlainDecoder::new(&case.geometry, case.weights(), Activations::F32);
+        for depth in 1..=3 {
+            let mut state = SequenceState::new(&case.geometry);
+            let done = decoder.speculate(Conventions::default(), &case.reference.rows, &mut state, 24, depth);
+            let (kept, offered) = done.rounds.iter().fold((0, 0), |(k, o), r| (k + r.accepted, o + r.drafts.len()));
+            assert!(
+                kept < offered && (kept > 0 || !must_keep),
+                "{name}: {kept} of {offered} kept: nothing to see here"
+            );
+
+            let mut plain = SequenceState::new(&case.geometry);
+            decoder.forward(&case.reference.rows, &mut plain, None);
+            let read: Vec<TokenId> = done.picks[..done.picks.len() - 1].iter().map(|pick| pick.id).collect();
+            decoder.forward(&decoder.embed(&read), &mut plain, None);
+            assert_eq!((state.position, &state.blocks), (plain.position, &plain.blocks), "{name}, {depth} drafts");
+
+            // the layer has read every position before the last round's, each with the row that follows it
+            let width = case.geometry.attention.expect("attends").kv_width();
+            let last = done.rounds.last().expect("a round").accepted + 1;
+            assert_eq!(state.draft.k.len(), (state.position.index() - last) * width, "{name}, {depth} drafts");
+        }
+    }
+}
+
+/// No reference has the halves of the fusion swapped, but swapped columns under the swapped convention are the same.
+#[test]
+fn hidden_first_is_the_fusion_with_its_columns_swapped() {
+    let case = Case::fixture("tiny-nemo").expect("bundled");
+    let mut swapped = case.rebuilt();
+    let hidden = case.geometry.hidden;
+    let draft = swapped.draft.as_deref_mut().expect("a draft layer");
+    let bytes = draft.eh_proj.payload();
+    let row = bytes.len() / hidden;
+    let payload =
+        bytes.chunks_exact(row).flat_map(|row| [&row[row.len() / 2..], &row[..row.len() / 2]].concat()).collect();
+    draft.eh_proj = Matrix::from_payload("swapped", draft.eh_proj.codec(), [hidden, 2 * hidden], payload);
+
+    let want = &case.reference.draft.as_ref().expect("a draft layer").ids[0].1;
+    let mut rows = case.reference.rows.clone();
+    rows.extend(case.embed(&case.reference.greedy.ids));
+    let ids = |weights, hidden_first| {
+        let decoder = PlainDecoder::new(&case.geometry, weights, Activations::F32);
+        let conventions = Conventions { hidden_first, ..Conventions::default() };
+        Plain { decoder, act: Activations::F32, chunk: None }.depth_one(conventions, &rows).ids
+    };
+    assert_eq!(&ids(&swapped, true), want);
+    assert_ne!(&ids(&swapped, false), want);
+    assert_ne!(&ids(case.weights(), true), want);
 }

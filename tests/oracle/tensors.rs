@@ -15,7 +15,7 @@ enum Values {
 
 /// All f32 and i32 tensors of one file; others are left out.
 #[derive(Debug)]
-pub(crate) struct Tensors(HashMap<String, (Vec<usize>, Values)>);
+pub(crate) struct Tensors(HashMap<String, Values>);
 
 impl Tensors {
     pub(crate) fn read(path: &Path) -> Self {
@@ -28,18 +28,14 @@ impl Tensors {
                 Dtype::I32 => Values::I32(words(view.data()).into_iter().map(i32::from_le_bytes).collect()),
                 _ => return None,
             };
-            Some((name.to_owned(), (view.shape().to_vec(), values)))
+            Some((name.to_owned(), values))
         });
         Self(tensors.collect())
     }
 
-    pub(crate) fn shape(&self, name: &str) -> Option<&[usize]> {
-        self.0.get(name).map(|(shape, _)| shape.as_slice())
-    }
-
     /// An f32 tensor that may be absent.
     pub(crate) fn maybe_f32(&self, name: &str) -> Option<Vec<f32>> {
-        self.0.get(name).map(|(_, values)| match values {
+        self.0.get(name).map(|values| match values {
             Values::F32(values) => values.clone(),
             Values::I32(_) => panic!("{name} is i32"),
         })
@@ -52,7 +48,7 @@ impl Tensors {
 
     /// An i32 tensor that may be absent, as plain numbers.
     pub(crate) fn maybe_i32(&self, name: &str) -> Option<Vec<usize>> {
-        self.0.get(name).map(|(_, values)| match values {
+        self.0.get(name).map(|values| match values {
             Values::I32(values) => values.iter().map(|v| usize::try_from(*v).expect("not negative")).collect(),
             Values::F32(_) => panic!("{name} is f32"),
         })
