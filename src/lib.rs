@@ -10,5 +10,6 @@ pub mod knobs;
 pub mod model;
 pub mod plan;
 pub mod reference;
+pub mod text;
 #[cfg(feature = "cli")]
 pub mod trace;

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::panic::{self, AssertUnwindSafe};
 use std::path::{Path, PathBuf};
 
 use rubato::audioadapter_buffers::owned::InterleavedOwned;
@@ -80,6 +81,14 @@ pub enum ReadError {
         /// The file.
         path: PathBuf,
     },
+    /// The content is malformed in a way that the decoder did not expect.
+    #[error("{} is malformed: {reason}", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What the decoder said.
+        reason: String,
+    },
     /// A float file holds something that is no number.
     #[error("{} holds a sample that is no finite number, {at_s:.3} s from its start", path.display())]
     NotFinite {
@@ -107,7 +116,7 @@ pub fn read_file(path: &Path) -> Result<Audio, ReadError> {
     if meta.is_file() && meta.len() == 0 {
         return Err(ReadError::Empty { path: path.to_owned() });
     }
-    read(Box::new(file), path)
+    guarded(Box::new(file), path)
 }
 
 /// Reads a recording from memory; `name` is for messages.
@@ -119,7 +128,17 @@ pub fn read_bytes(bytes: Vec<u8>, name: &str) -> Result<Audio, ReadError> {
     if bytes.is_empty() {
         return Err(ReadError::Empty { path: name.into() });
     }
-    read(Box::new(io::Cursor::new(bytes)), Path::new(name))
+    guarded(Box::new(io::Cursor::new(bytes)), Path::new(name))
+}
+
+/// [`read`], with a panic of the decoders (they check sums less than a hostile header needs) as an error.
+fn guarded(source: Box<dyn MediaSource>, path: &Path) -> Result<Audio, ReadError> {
+    // Nothing outlives the call but its result, so nothing half-changed can be seen.
+    panic::catch_unwind(AssertUnwindSafe(|| read(source, path))).unwrap_or_else(|panic| {
+        let reason = panic.downcast_ref::<&str>().map(ToString::to_string);
+        let reason = reason.or_else(|| panic.downcast_ref::<String>().cloned());
+        Err(ReadError::Malformed { path: path.to_owned(), reason: reason.unwrap_or_else(|| "decoder failure".into()) })
+    })
 }
 
 fn read(source: Box<dyn MediaSource>, path: &Path) -> Result<Audio, ReadError> {
@@ -221,12 +240,20 @@ impl Mono {
     }
 }
 
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
 /// Band-limited resampling to 16 kHz; the length is that of the source to a sample, and nothing is delayed.
 fn resample(samples: Vec<f32>, rate: u32) -> Result<Vec<f32>, String> {
     let frames = samples.len();
     let window = WindowFunction::BlackmanHarris2;
-    let mut resampler = Fft::<f32>::new_custom(rate as usize, RATE, RESAMPLE_FRAMES, 1, 1, window, FixedSync::Both)
-        .map_err(|error| error.to_string())?;
+    let rate = rate as usize;
+    // An even number of shortest blocks: half a transform is the delay that is cut off, and must be whole.
+    let block = rate / gcd(rate, RATE);
+    let chunk = block * RESAMPLE_FRAMES.div_ceil(block).next_multiple_of(2);
+    let mut resampler =
+        Fft::<f32>::new_custom(rate, RATE, chunk, 1, 1, window, FixedSync::Both).map_err(|error| error.to_string())?;
     let input = InterleavedOwned::new_from(samples, 1, frames).map_err(|error| error.to_string())?;
     let output = resampler.process_all(&input, frames, None).map_err(|error| error.to_string())?;
     Ok(output.take_data())

@@ -209,9 +209,10 @@ impl ctc::Emissions for SpeakerEmissions<'_> {
 impl Perception {
     /// Start and end of every word, where they can be told.
     ///
-    /// `tags` are the speakers of a transcript, in any order, each with all its words in the order they
-    /// were said (a transcript without speakers is one tag). Pieces that are no class of the head leave
-    /// their word without times.
+    /// `tags` are the speakers of a transcript (N of `<spk:N>`), in any order, each with all its words in
+    /// the order they were said. Words that stand before any tag are those of `None`: the diarization is not
+    /// asked about them, and the whole recording is theirs. Pieces that are no class of the head leave their
+    /// word without times.
     ///
     /// # Errors
     ///
@@ -219,7 +220,7 @@ impl Perception {
     pub fn word_times(
         &self,
         kept: &Kept,
-        tags: &[Vec<WordClasses>],
+        tags: &[(Option<u32>, Vec<WordClasses>)],
     ) -> Result<Vec<Vec<Option<Span>>>, PerceptionError> {
         let head = self.words().ok_or(PerceptionError::NoWords { why: "the file has no word timestamp head" })?;
         let known = |word: &&WordClasses| {
@@ -228,41 +229,52 @@ impl Perception {
         let pieces = |words: &[WordClasses]| -> Vec<usize> {
             words.iter().filter(known).flatten().map(|c| *c as usize).collect()
         };
-        let tokens: Vec<Vec<usize>> = tags.iter().map(|words| pieces(words)).collect();
+        let tokens: Vec<Vec<usize>> = tags.iter().map(|(_, words)| pieces(words)).collect();
         let classes: BTreeSet<usize> = tokens.iter().flatten().copied().chain([head.blank]).collect();
-        let log_probs = head.log_probabilities(kept, self, classes.into_iter().collect());
+        let mut log_probs = head.log_probabilities(kept, self, classes.into_iter().collect());
         let tokens: Vec<Vec<usize>> =
             tokens.iter().map(|tag| tag.iter().map(|c| log_probs.index(*c)).collect()).collect();
 
         let speakers = self.speakers();
-        let rows = log_probs.rows();
+        // The wholly invalid frame that some recordings end with has no part in this.
+        let rows = kept.frames.div_ceil(STACK) * head.factor;
+        log_probs.table.truncate(rows * log_probs.classes.len());
         let activity = Activity::new(kept, speakers);
         let presence: Vec<Vec<f32>> = (0..speakers).map(|s| activity.resampled(s, rows)).collect();
         let blank = log_probs.index(head.blank);
         let heard = greedy_tokens(&log_probs, blank, &presence);
-        let matched = match_speakers(&tokens, &heard);
+        let tagged: Vec<usize> = (0..tags.len()).filter(|i| tags[*i].0.is_some()).collect();
+        let told: Vec<Vec<usize>> = tagged.iter().map(|i| tokens[*i].clone()).collect();
+        let matched: BTreeMap<usize, Option<usize>> = tagged.into_iter().zip(match_speakers(&told, &heard)).collect();
         let row_s = kept.frames as f64 * FRAME_S / rows as f64;
 
         let mut times = Vec::with_capacity(tags.len());
-        for ((words, tokens), speaker) in tags.iter().zip(&tokens).zip(matched) {
+        for (i, ((_, words), tokens)) in tags.iter().zip(&tokens).enumerate() {
             let mut spans = vec![None; words.len()];
-            if let Some(speaker) = speaker {
-                let present = presence[speaker].iter().enumerate().filter(|(_, p)| **p >= PRESENT);
-                let rows = present.map(|(row, p)| (row, p.max(FLOOR).ln())).collect();
-                let emissions = SpeakerEmissions { log_probs: &log_probs, blank, rows };
-                if let Some(aligned) = align(tokens, &emissions) {
-                    let mut aligned = aligned.into_iter();
-                    let mut said = Vec::new();
-                    for (index, word) in words.iter().enumerate().filter(|(_, w)| known(w)) {
-                        let first = aligned.next().expect("a span for each token");
-                        let last = aligned.by_ref().take(word.len() - 1).last().unwrap_or_else(|| first.clone());
-                        let start = emissions.rows[*first.start()].0 as f64 * row_s;
-                        let end = (emissions.rows[*last.end()].0 + 1) as f64 * row_s;
-                        said.push((index, Span { start, end: end.min(start + WORD_S) }));
-                    }
-                    refine(&mut said, &activity.segments(speaker), row_s);
-                    said.into_iter().for_each(|(index, span)| spans[index] = Some(span));
+            let (rows, segments) = match matched.get(&i) {
+                None => {
+                    let whole = Span { start: 0.0, end: kept.frames as f64 * FRAME_S };
+                    ((0..rows).map(|row| (row, 0.0)).collect(), vec![whole])
                 }
+                Some(Some(speaker)) => {
+                    let present = presence[*speaker].iter().enumerate().filter(|(_, p)| **p >= PRESENT);
+                    (present.map(|(row, p)| (row, p.max(FLOOR).ln())).collect(), activity.segments(*speaker))
+                }
+                Some(None) => (Vec::new(), Vec::new()),
+            };
+            let emissions = SpeakerEmissions { log_probs: &log_probs, blank, rows };
+            if let Some(aligned) = align(tokens, &emissions) {
+                let mut aligned = aligned.into_iter();
+                let mut said = Vec::new();
+                for (index, word) in words.iter().enumerate().filter(|(_, w)| known(w)) {
+                    let first = aligned.next().expect("a span for each token");
+                    let last = aligned.by_ref().take(word.len() - 1).last().unwrap_or_else(|| first.clone());
+                    let start = emissions.rows[*first.start()].0 as f64 * row_s;
+                    let end = (emissions.rows[*last.end()].0 + 1) as f64 * row_s;
+                    said.push((index, Span { start, end: end.min(start + WORD_S) }));
+                }
+                refine(&mut said, &segments, row_s);
+                said.into_iter().for_each(|(index, span)| spans[index] = Some(span));
             }
             times.push(spans);
         }
@@ -287,7 +299,7 @@ impl Activity {
 
     /// Probability of a speaker at the middle of each of `rows` rows, by linear interpolation.
     fn resampled(&self, speaker: usize, rows: usize) -> Vec<f32> {
-        let frames = self.probs.len() / self.speakers;
+        let frames = self.valid.next_multiple_of(STACK);
         let at = |frame: usize| if frame < self.valid { self.probs[frame * self.speakers + speaker] } else { 0.0 };
         let scale = frames as f64 / rows as f64;
         (0..rows)

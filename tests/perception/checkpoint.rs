@@ -14,28 +14,41 @@ use safetensors::{Dtype, SafeTensors};
 /// All tensors of a safetensors file.
 pub(crate) struct Checkpoint {
     tensors: HashMap<String, (Vec<usize>, Codec, Vec<u8>)>,
+    integers: HashMap<String, Vec<u32>>,
 }
 
 impl Checkpoint {
     pub(crate) fn open(path: &Path) -> Self {
         let bytes = std::fs::read(path).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
-        let mut tensors = HashMap::new();
+        let (mut tensors, mut integers) = (HashMap::new(), HashMap::new());
         for (name, view) in file.iter() {
             let codec = match view.dtype() {
                 Dtype::F32 => Codec::F32,
                 Dtype::BF16 => Codec::Bf16,
+                Dtype::I32 => {
+                    let ids = view.data().chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap()));
+                    integers.insert(name.to_owned(), ids.collect());
+                    continue;
+                }
                 _ => continue,
             };
             let (name, shape, data) = rename(name, view.shape(), view.data());
             tensors.insert(name, (shape, codec, data));
         }
-        Self { tensors }
+        Self { tensors, integers }
     }
 
     /// The tensor as f32.
     pub(crate) fn values(&self, name: &str) -> Vec<f32> {
         self.floats(name).unwrap_or_else(|| panic!("{name}")).1
+    }
+}
+
+impl Checkpoint {
+    /// A tensor of whole numbers.
+    pub(crate) fn ids(&self, name: &str) -> &[u32] {
+        &self.integers[name]
     }
 }
 

@@ -3,5 +3,8 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod audio_files;
 mod checkpoint;
+mod golden;
+mod prompts;
 mod towers;
