@@ -47,54 +47,55 @@ pub(super) fn scales(ladders: &[u8], codes: &[u8], groups: usize, out: &mut [f32
     }
 }
 
-/// q8_2f, int8 activations: `out [rows, N]`, without the row scale.
+/// `sum w·q` of a group, exact.
 #[inline(always)]
-pub(super) fn q8_codes<const N: usize>(w: &[i8], cols: usize, x: &Codes, first: usize, out: &mut [f32]) {
-    for (w, out) in w.chunks_exact(cols).zip(out.as_chunks_mut::<N>().0) {
-        let mut lanes = [[0.0f32; LANES]; N];
+fn group_sum(w: &[i8; GROUP], q: &[i8; GROUP]) -> i32 {
+    let mut sum = 0;
+    for k in 0..GROUP {
+        sum += i32::from(w[k]) * i32::from(q[k]);
+    }
+    sum
+}
+
+/// q8_2f, int8 activations: `out [rows, n]`, without the row scale.
+#[inline(always)]
+pub(super) fn q8_codes(w: &[i8], cols: usize, x: &Codes, first: usize, n: usize, out: &mut [f32]) {
+    for (w, out) in w.chunks_exact(cols).zip(out.chunks_exact_mut(n)) {
         let (whole, tail) = w.as_chunks::<GROUP>();
-        let mut group = |g: usize, w: &[i8]| {
-            for i in 0..N {
-                let (codes, steps, _) = x.row(first + i);
-                let sum: i32 = w.iter().zip(&codes[g]).map(|(w, q)| i32::from(*w) * i32::from(*q)).sum();
-                lanes[i][g % LANES] += steps[g] * sum as f32;
+        let mut last = [0; GROUP];
+        last[..tail.len()].copy_from_slice(tail);
+        for (i, out) in out.iter_mut().enumerate() {
+            let (codes, steps, _) = x.row(first + i);
+            let mut lanes = [0.0f32; LANES];
+            for (g, w) in whole.iter().chain([&last]).enumerate().take(cols.div_ceil(GROUP)) {
+                lanes[g % LANES] += steps[g] * group_sum(w, &codes[g]) as f32;
             }
-        };
-        for (g, w) in whole.iter().enumerate() {
-            group(g, w);
+            *out = math::tree(lanes);
         }
-        if !tail.is_empty() {
-            group(whole.len(), tail);
-        }
-        *out = lanes.map(math::tree);
     }
 }
 
-/// q4tp, int8 activations: `out [rows, N]`; `scales [rows, lanes]`.
+/// q4tp, int8 activations: `out [rows, n]`; `scales [rows, lanes]`.
 #[inline(always)]
-pub(super) fn q4_codes<const N: usize>(
-    w: &[u8],
-    groups: usize,
-    scales: &[f32],
-    x: &Codes,
-    first: usize,
-    out: &mut [f32],
-) {
+pub(super) fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first: usize, n: usize, out: &mut [f32]) {
     let rows = w.chunks_exact(groups * 16).zip(scales.chunks_exact(x.lanes));
-    for ((w, scales), out) in rows.zip(out.as_chunks_mut::<N>().0) {
-        let mut lanes = [[0.0f32; LANES]; N];
-        for (g, w) in w.as_chunks::<16>().0.iter().enumerate() {
-            for i in 0..N {
-                let (codes, steps, sums) = x.row(first + i);
-                let mut sum = 0;
+    for ((w, scales), out) in rows.zip(out.chunks_exact_mut(n)) {
+        for (i, out) in out.iter_mut().enumerate() {
+            let (codes, steps, offsets) = x.row(first + i);
+            let mut lanes = [0.0f32; LANES];
+            for (g, bytes) in w.as_chunks::<16>().0.iter().enumerate() {
+                // Even columns of four groups, then their odd ones.
+                let four = codes.as_chunks::<4>().0[g / 4].as_flattened().as_chunks::<16>().0;
+                let (even, odd) = (&four[g % 4], &four[4 + g % 4]);
+                let mut sum = -offsets[g];
                 for k in 0..16 {
-                    sum += i32::from(w[k] & 15) * i32::from(codes[g][k]);
-                    sum += i32::from(w[k] >> 4) * i32::from(codes[g][16 + k]);
+                    sum += i32::from((bytes[k] & 15) as i8) * i32::from(even[k]);
+                    sum += i32::from((bytes[k] >> 4) as i8) * i32::from(odd[k]);
                 }
-                lanes[i][g % LANES] += (steps[g] * scales[g]) * (sum - 8 * sums[g]) as f32;
+                lanes[g % LANES] += (steps[g] * scales[g]) * sum as f32;
             }
+            *out = math::tree(lanes);
         }
-        *out = lanes.map(math::tree);
     }
 }
 

@@ -1,7 +1,7 @@
 //! Activation rows in the form a matrix's kernel reads (`runtime.md` §3a).
 //!
-//! A q8_2f matrix wants its column field folded in, a q4tp matrix wants each
-//! group's even columns before its odd ones, as its nibbles lie. In int8 mode
+//! A q8_2f matrix wants its column field folded in, a q4tp matrix wants even
+//! columns before odd ones, as its nibbles lie. In int8 mode
 //! each group of 32 columns becomes codes and a step. All rows are padded with
 //! zeros, so that kernels need no tails on this side.
 
@@ -15,6 +15,8 @@ use super::Set;
 pub(crate) const GROUP: usize = Codec::GROUP;
 /// Groups whose products are summed side by side, one a lane.
 pub(crate) const LANES: usize = 16;
+/// Makes an int8 weight unsigned.
+pub(crate) const Q8_OFFSET: i32 = 128;
 /// Columns a float kernel sums side by side.
 pub(crate) const WIDE: usize = 64;
 
@@ -34,12 +36,13 @@ pub(crate) struct Codes {
     pub(crate) n: usize,
     /// Groups of a row, a multiple of [`LANES`].
     pub(crate) lanes: usize,
-    /// `[n, lanes, 32]`
+    /// `[n, lanes, 32]`; for q4tp the even columns of four groups, then their odd ones
     pub(crate) codes: Vec<i8>,
     /// `[n, lanes]`: value of one code; 0 for padding.
     pub(crate) steps: Vec<f32>,
-    /// `[n, lanes]`: sum of a group's codes.
-    pub(crate) sums: Vec<i32>,
+    /// `[n, lanes]`: sum of a group's codes times what kernels add to a weight to make it
+    /// unsigned: [`Q8_OFFSET`], or the 8 that stands for zero in q4tp.
+    pub(crate) offsets: Vec<i32>,
 }
 
 /// Float rows.
@@ -56,14 +59,14 @@ pub(crate) struct Floats {
 impl Codes {
     fn zeros(n: usize, cols: usize) -> Self {
         let lanes = cols.div_ceil(GROUP).next_multiple_of(LANES);
-        Self { n, lanes, codes: vec![0; n * lanes * GROUP], steps: vec![0.0; n * lanes], sums: vec![0; n * lanes] }
+        Self { n, lanes, codes: vec![0; n * lanes * GROUP], steps: vec![0.0; n * lanes], offsets: vec![0; n * lanes] }
     }
 
-    /// One row: codes `[lanes, 32]`, steps and sums `[lanes]`.
+    /// One row: codes `[lanes, 32]`, steps and offsets `[lanes]`.
     #[inline(always)]
     pub(crate) fn row(&self, i: usize) -> (&[[i8; GROUP]], &[f32], &[i32]) {
         let lanes = i * self.lanes..(i + 1) * self.lanes;
-        (&self.codes.as_chunks().0[lanes.clone()], &self.steps[lanes.clone()], &self.sums[lanes])
+        (&self.codes.as_chunks().0[lanes.clone()], &self.steps[lanes.clone()], &self.offsets[lanes])
     }
 }
 
@@ -96,7 +99,7 @@ impl Input {
                     split,
                     codes,
                     &mut rows.steps[lanes.clone()],
-                    &mut rows.sums[lanes],
+                    &mut rows.offsets[lanes],
                 );
             }
             return Self::Codes(rows);
@@ -134,7 +137,7 @@ impl Input {
                 lanes: rows.lanes,
                 codes: take(&rows.codes, rows.lanes * GROUP, picks),
                 steps: take(&rows.steps, rows.lanes, picks),
-                sums: take(&rows.sums, rows.lanes, picks),
+                offsets: take(&rows.offsets, rows.lanes, picks),
             }),
             Self::Floats(rows) => {
                 Self::Floats(Floats { n: picks.len(), stride: rows.stride, x: take(&rows.x, rows.stride, picks) })
@@ -153,13 +156,24 @@ fn fold(x: &mut [f32], fields: &[u8]) {
 
 /// Even columns, then odd ones.
 #[inline(always)]
-fn split_group<T: Copy + Default>(group: &[T; GROUP]) -> [T; GROUP] {
-    let mut split = [T::default(); GROUP];
+fn split_group(group: &[f32; GROUP]) -> [f32; GROUP] {
+    let mut split = [0.0; GROUP];
     for k in 0..GROUP / 2 {
         split[k] = group[2 * k];
         split[GROUP / 2 + k] = group[2 * k + 1];
     }
     split
+}
+
+/// Even columns of four groups, then their odd ones: how a 64-byte vector of q4tp nibbles meets them.
+#[inline(always)]
+fn split_four(groups: &[[i8; GROUP]; 4]) -> [[i8; GROUP]; 4] {
+    let mut split = [0i8; 4 * GROUP];
+    for (k, pair) in groups.as_flattened().as_chunks::<2>().0.iter().enumerate() {
+        split[k] = pair[0];
+        split[2 * GROUP + k] = pair[1];
+    }
+    bytemuck::cast(split)
 }
 
 /// Codes of one row: `d = max|a| / 127`, `q = round(a / d)` to even; a zero or subnormal `d` gives zeros.
@@ -173,12 +187,13 @@ pub(super) fn quantize_body(
     split: bool,
     codes: &mut [[i8; GROUP]],
     steps: &mut [f32],
-    sums: &mut [i32],
+    offsets: &mut [i32],
 ) {
     if let Some(fields) = fields {
         fold(x, fields);
     }
-    for (((x, codes), step), sum) in x.as_chunks::<GROUP>().0.iter().zip(codes).zip(steps).zip(sums) {
+    let groups = x.as_chunks::<GROUP>().0.iter().zip(codes.iter_mut());
+    for (((x, codes), step), offset) in groups.zip(steps).zip(offsets) {
         // The magnitudes' bits order as the magnitudes do, with NaN above infinity.
         let mut largest = [0i32; LANES];
         for k in 0..LANES {
@@ -202,7 +217,10 @@ pub(super) fn quantize_body(
             q[k] = code;
             total[k % LANES] += i32::from(code);
         }
-        *codes = if split { split_group(&q) } else { q };
-        *sum = total.iter().sum();
+        *codes = q;
+        *offset = total.iter().sum::<i32>() * if split { 8 } else { Q8_OFFSET };
+    }
+    if split {
+        codes.as_chunks_mut().0.iter_mut().for_each(|four| *four = split_four(four));
     }
 }

@@ -14,9 +14,9 @@ fn quantize(
     split: bool,
     codes: &mut [[i8; GROUP]],
     steps: &mut [f32],
-    sums: &mut [i32],
+    offsets: &mut [i32],
 ) {
-    quantize_body(x, fields, split, codes, steps, sums);
+    quantize_body(x, fields, split, codes, steps, offsets);
 }
 
 fn scales(ladders: &[u8], codes: &[u8], groups: usize, out: &mut [f32]) {
@@ -24,11 +24,11 @@ fn scales(ladders: &[u8], codes: &[u8], groups: usize, out: &mut [f32]) {
 }
 
 fn q8_codes(w: &[i8], cols: usize, x: &Codes, first: usize, n: usize, out: &mut [f32]) {
-    by_rows!(n, N => body::q8_codes::<N>(w, cols, x, first, out));
+    body::q8_codes(w, cols, x, first, n, out);
 }
 
 fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first: usize, n: usize, out: &mut [f32]) {
-    by_rows!(n, N => body::q4_codes::<N>(w, groups, scales, x, first, out));
+    body::q4_codes(w, groups, scales, x, first, n, out);
 }
 
 fn q8_floats(w: &[i8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {

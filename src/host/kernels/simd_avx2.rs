@@ -1,13 +1,19 @@
 //! The kernels for AVX2 with FMA.
 //!
+//! int8: `vpmaddubsw` multiplies unsigned by signed bytes and adds pairs in 16
+//! bits. For q8_2f the weight's sign goes to the code, which is never −128, so
+//! a pair is at most 2 · 128 · 127; for q4tp it is 4 · 15 · 127 at most. Neither
+//! leaves 16 bits: nothing saturates.
+//!
 //! Only [`set`] leaves this file, and it hands the kernels out where the
 //! processor has the instructions.
-#![allow(unsafe_code, reason = "calls of functions compiled for this instruction set")]
+#![allow(unsafe_code, reason = "calls of functions compiled for this instruction set, and vector loads and stores")]
+
+use std::arch::x86_64::*;
 
 use super::body;
-use super::input::{Codes, Floats, GROUP, quantize_body};
+use super::input::{Codes, Floats, GROUP, LANES, WIDE, quantize_body};
 use super::set::{Set, by_rows};
-use crate::host::math;
 
 /// Whether the processor has the instructions.
 pub(crate) fn present() -> bool {
@@ -22,14 +28,25 @@ pub(super) fn set() -> Option<&'static Set> {
 static SET: Set =
     Set { quantize, scales, q8_codes, q4_codes, q8_floats, q4_floats, f32: exact32, f16: exact16, bf16: brain16 };
 
-/// Defines a kernel as a function compiled with the instructions and one that calls it.
+/// Defines functions compiled with the instructions.
+macro_rules! with_instructions {
+    ($($(#[$doc:meta])* fn $name:ident $(<const $N:ident: usize>)? ($($arg:ident: $type:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => {
+        $(
+            $(#[$doc])*
+            #[inline]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            fn $name $(<const $N: usize>)? ($($arg: $type),*) $(-> $ret)? $body
+        )*
+    };
+}
+
+/// Defines a kernel that calls a function compiled with the instructions.
 macro_rules! kernel {
     (fn $name:ident($($arg:ident: $type:ty),* $(,)?) $body:block) => {
         fn $name($($arg: $type),*) {
-            #[target_feature(enable = "avx2,fma,f16c")]
-            fn with_instructions($($arg: $type),*) $body
-            // SAFETY: the kernel is reached through `set` alone, which has asked `present`.
-            unsafe { with_instructions($($arg),*) }
+            with_instructions! { fn inner($($arg: $type),*) $body }
+            // SAFETY: kernels are reached through `set` alone, which has asked `present`.
+            unsafe { inner($($arg),*) }
         }
     };
 }
@@ -41,61 +58,293 @@ kernel! {
         split: bool,
         codes: &mut [[i8; GROUP]],
         steps: &mut [f32],
-        sums: &mut [i32],
+        offsets: &mut [i32],
     ) {
-        quantize_body(x, fields, split, codes, steps, sums);
+        quantize_body(x, fields, split, codes, steps, offsets);
     }
 }
 
 kernel! {
     fn scales(ladders: &[u8], codes: &[u8], groups: usize, out: &mut [f32]) {
-        body::scales(ladders, codes, groups, out);
+        let width = crate::model::tensors::Codec::code_bytes(groups);
+        let lanes = groups.next_multiple_of(LANES);
+        let rows = ladders.as_chunks().0.iter().zip(codes.chunks_exact(width)).zip(out.chunks_exact_mut(lanes));
+        for ((params, codes), out) in rows {
+            let ladder = body::ladder(params);
+            let ladder: &[[f32; 8]; 4] = bytemuck::cast_ref(&ladder);
+            let table = [floats(&ladder[0]), floats(&ladder[1]), floats(&ladder[2]), floats(&ladder[3])];
+            for (eight, out) in out[..groups].chunks_mut(8).enumerate() {
+                let mut word = [0; 8];
+                let here = &codes[5 * eight..];
+                let len = here.len().min(5);
+                word[..len].copy_from_slice(&here[..len]);
+                let mut scales = [0.0; 8];
+                put(&mut scales, look_up(&table, u64::from_le_bytes(word)));
+                out.copy_from_slice(&scales[..out.len()]);
+            }
+            out[groups..].fill(0.0);
+        }
     }
 }
 
 kernel! {
     fn q8_codes(w: &[i8], cols: usize, x: &Codes, first: usize, n: usize, out: &mut [f32]) {
-        by_rows!(n, N => body::q8_codes::<N>(w, cols, x, first, out));
+        by_rows!(n, N => q8_codes_of::<N>(w, cols, x, first, out));
     }
 }
 
 kernel! {
     fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first: usize, n: usize, out: &mut [f32]) {
-        by_rows!(n, N => body::q4_codes::<N>(w, groups, scales, x, first, out));
+        by_rows!(n, N => q4_codes_of::<N>(w, groups, scales, x, first, out));
     }
 }
 
 kernel! {
     fn q8_floats(w: &[i8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
-        let load = body::elements(bytemuck::cast_slice(w), cols, |[w]: [u8; 1]| f32::from(w as i8));
-        by_rows!(n, N => body::floats::<N, true>(cols, load, x, first, out));
+        by_rows!(n, N => elements_of::<1, N>(bytemuck::cast_slice(w), cols, |w| {
+            // SAFETY: 8 bytes are read from an array of 8.
+            let codes = unsafe { _mm_loadl_epi64(w.as_ptr().cast()) };
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes))
+        }, x, first, out));
     }
 }
 
 kernel! {
     fn q4_floats(w: &[u8], groups: usize, scales: &[f32], x: &Floats, first: usize, n: usize, out: &mut [f32]) {
-        let load = body::nibbles(w, groups, scales);
-        by_rows!(n, N => body::floats::<N, true>(groups * GROUP, load, x, first, out));
+        by_rows!(n, N => q4_floats_of::<N>(w, groups, scales, x, first, out));
     }
 }
 
 kernel! {
     fn exact32(w: &[u8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
-        let load = body::elements(w, cols, f32::from_le_bytes);
-        by_rows!(n, N => body::floats::<N, true>(cols, load, x, first, out));
+        // SAFETY: 32 bytes are read from an array of 8 times 4.
+        by_rows!(n, N => elements_of::<4, N>(w, cols, |w| unsafe { _mm256_loadu_ps(w.as_ptr().cast()) }, x, first, out));
     }
 }
 
 kernel! {
     fn exact16(w: &[u8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
-        let load = body::elements(w, cols, |w| math::half(u16::from_le_bytes(w)));
-        by_rows!(n, N => body::floats::<N, true>(cols, load, x, first, out));
+        by_rows!(n, N => elements_of::<2, N>(w, cols, |w| {
+            // SAFETY: 16 bytes are read from an array of 8 times 2.
+            _mm256_cvtph_ps(unsafe { _mm_loadu_si128(w.as_ptr().cast()) })
+        }, x, first, out));
     }
 }
 
 kernel! {
     fn brain16(w: &[u8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
-        let load = body::elements(w, cols, |w| f32::from_bits(u32::from(u16::from_le_bytes(w)) << 16));
-        by_rows!(n, N => body::floats::<N, true>(cols, load, x, first, out));
+        by_rows!(n, N => elements_of::<2, N>(w, cols, |w| {
+            // SAFETY: 16 bytes are read from an array of 8 times 2.
+            let halves = unsafe { _mm_loadu_si128(w.as_ptr().cast()) };
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
+        }, x, first, out));
+    }
+}
+
+with_instructions! {
+    fn floats(x: &[f32; 8]) -> __m256 {
+        // SAFETY: 32 bytes are read from an array of 8 floats.
+        unsafe { _mm256_loadu_ps(x.as_ptr()) }
+    }
+
+    fn put(out: &mut [f32; 8], x: __m256) {
+        // SAFETY: 32 bytes are written to an array of 8 floats.
+        unsafe { _mm256_storeu_ps(out.as_mut_ptr(), x) }
+    }
+
+    fn ints(x: &[i32; 8]) -> __m256i {
+        // SAFETY: 32 bytes are read from an array of 8 integers.
+        unsafe { _mm256_loadu_si256(x.as_ptr().cast()) }
+    }
+
+    fn bytes(x: &[i8; 32]) -> __m256i {
+        // SAFETY: 32 bytes are read from an array of 32.
+        unsafe { _mm256_loadu_si256(x.as_ptr().cast()) }
+    }
+
+    /// Entries of a table of 32 at eight numbers of 5 bits each.
+    fn look_up(table: &[__m256; 4], codes: u64) -> __m256 {
+        let (low, high) = (_mm_set1_epi32(codes as i32), _mm_set1_epi32((codes >> 20) as i32));
+        let shifts = _mm256_setr_epi32(0, 5, 10, 15, 0, 5, 10, 15);
+        let index = _mm256_srlv_epi32(_mm256_set_m128i(high, low), shifts);
+        // `permutevar8x32` looks at the lowest three bits, `blendv` at the sign bit: bits 3 and 4 go there in turn.
+        let bit3 = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index));
+        let bit4 = _mm256_castsi256_ps(_mm256_slli_epi32::<27>(index));
+        let [a, b, c, d] = table.map(|eight| _mm256_permutevar8x32_ps(eight, index));
+        _mm256_blendv_ps(_mm256_blendv_ps(a, b, bit3), _mm256_blendv_ps(c, d, bit3), bit4)
+    }
+
+    /// Sum of 16 lanes in the order of all.
+    fn sum16(low: __m256, high: __m256) -> f32 {
+        let mut lanes = [[0.0; 8]; 2];
+        put(&mut lanes[0], low);
+        put(&mut lanes[1], high);
+        crate::host::math::tree(bytemuck::cast(lanes))
+    }
+
+    /// Adds pairs of 16-bit sums.
+    fn widen(x: __m256i) -> __m256i {
+        _mm256_madd_epi16(x, _mm256_set1_epi16(1))
+    }
+
+    /// Sums of the lanes of eight vectors, in order.
+    fn sums_of(d: [__m256i; 8]) -> __m256i {
+        let low = _mm256_hadd_epi32(_mm256_hadd_epi32(d[0], d[1]), _mm256_hadd_epi32(d[2], d[3]));
+        let high = _mm256_hadd_epi32(_mm256_hadd_epi32(d[4], d[5]), _mm256_hadd_epi32(d[6], d[7]));
+        _mm256_add_epi32(_mm256_permute2x128_si256::<0x20>(low, high), _mm256_permute2x128_si256::<0x31>(low, high))
+    }
+
+    fn q8_codes_of<const N: usize>(w: &[i8], cols: usize, x: &Codes, first: usize, out: &mut [f32]) {
+        for (w, out) in w.chunks_exact(cols).zip(out.as_chunks_mut::<N>().0) {
+            let mut acc = [[_mm256_setzero_ps(); 2]; N];
+            let (whole, tail) = w.as_chunks::<{ 8 * GROUP }>();
+            let mut last = [0; 8 * GROUP];
+            last[..tail.len()].copy_from_slice(tail);
+            let eights = whole.iter().chain((!tail.is_empty()).then_some(&last));
+            for (eight, w) in eights.enumerate() {
+                let w: &[[i8; GROUP]; 8] = bytemuck::cast_ref(w);
+                for i in 0..N {
+                    let (codes, steps, _) = eight_of(x, first + i, eight);
+                    let d = std::array::from_fn(|j| {
+                        let w = bytes(&w[j]);
+                        let signed = _mm256_sign_epi8(bytes(&codes[j]), w);
+                        widen(_mm256_maddubs_epi16(_mm256_abs_epi8(w), signed))
+                    });
+                    let products = _mm256_mul_ps(floats(steps), _mm256_cvtepi32_ps(sums_of(d)));
+                    acc[i][eight % 2] = _mm256_add_ps(acc[i][eight % 2], products);
+                }
+            }
+            *out = acc.map(|acc| sum16(acc[0], acc[1]));
+        }
+    }
+
+    fn q4_codes_of<const N: usize>(
+        w: &[u8],
+        groups: usize,
+        scales: &[f32],
+        x: &Codes,
+        first: usize,
+        out: &mut [f32],
+    ) {
+        let mask = _mm256_set1_epi8(15);
+        let rows = w.chunks_exact(groups * 16).zip(scales.chunks_exact(x.lanes));
+        for ((w, scales), out) in rows.zip(out.as_chunks_mut::<N>().0) {
+            let mut acc = [[_mm256_setzero_ps(); 2]; N];
+            let (whole, tail) = bytemuck::cast_slice::<u8, i8>(w).as_chunks::<{ 8 * 16 }>();
+            let mut last = [0; 8 * 16];
+            last[..tail.len()].copy_from_slice(tail);
+            let eights = whole.iter().chain((!tail.is_empty()).then_some(&last));
+            for ((eight, w), scales) in eights.enumerate().zip(scales.as_chunks::<8>().0) {
+                // Each vector holds the nibbles of two groups.
+                let w: &[[i8; 32]; 4] = bytemuck::cast_ref(w);
+                for i in 0..N {
+                    let (codes, steps, offsets) = eight_of(x, first + i, eight);
+                    let d: [__m256i; 4] = std::array::from_fn(|j| {
+                        let w = bytes(&w[j]);
+                        let (even, odd) = (_mm256_and_si256(w, mask), _mm256_and_si256(_mm256_srli_epi16::<4>(w), mask));
+                        // Of four groups the evens are two vectors and the odds two more.
+                        let at = 4 * (j / 2) + j % 2;
+                        let pairs = _mm256_add_epi16(
+                            _mm256_maddubs_epi16(even, bytes(&codes[at])),
+                            _mm256_maddubs_epi16(odd, bytes(&codes[at + 2])),
+                        );
+                        widen(pairs)
+                    });
+                    let sums = _mm256_hadd_epi32(_mm256_hadd_epi32(d[0], d[1]), _mm256_hadd_epi32(d[2], d[3]));
+                    // Lane i of d[j] is group 2·j + i.
+                    let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+                    let sums = _mm256_sub_epi32(_mm256_permutevar8x32_epi32(sums, order), ints(offsets));
+                    let scale = _mm256_mul_ps(floats(steps), floats(scales));
+                    let products = _mm256_mul_ps(scale, _mm256_cvtepi32_ps(sums));
+                    acc[i][eight % 2] = _mm256_add_ps(acc[i][eight % 2], products);
+                }
+            }
+            *out = acc.map(|acc| sum16(acc[0], acc[1]));
+        }
+    }
+
+    fn q4_floats_of<const N: usize>(
+        w: &[u8],
+        groups: usize,
+        scales: &[f32],
+        x: &Floats,
+        first: usize,
+        out: &mut [f32],
+    ) {
+        let lanes = groups.next_multiple_of(LANES);
+        let (mask, zero) = (_mm_set1_epi8(15), _mm256_set1_epi32(8));
+        let rows = w.chunks_exact(groups * 16).zip(scales.chunks_exact(lanes));
+        for ((w, scales), out) in rows.zip(out.as_chunks_mut::<N>().0) {
+            let mut acc = [[_mm256_setzero_ps(); 8]; N];
+            for (g, (w, scale)) in w.as_chunks::<16>().0.iter().zip(scales).enumerate() {
+                // SAFETY: 16 bytes are read from an array of 16.
+                let nibbles = unsafe { _mm_loadu_si128(w.as_ptr().cast()) };
+                let (even, odd) = (_mm_and_si128(nibbles, mask), _mm_and_si128(_mm_srli_epi16::<4>(nibbles), mask));
+                let scale = _mm256_set1_ps(*scale);
+                let eight = |codes: __m128i| {
+                    let values = _mm256_sub_epi32(_mm256_cvtepu8_epi32(codes), zero);
+                    _mm256_mul_ps(_mm256_cvtepi32_ps(values), scale)
+                };
+                let w = [
+                    eight(even),
+                    eight(_mm_srli_si128::<8>(even)),
+                    eight(odd),
+                    eight(_mm_srli_si128::<8>(odd)),
+                ];
+                for i in 0..N {
+                    let x = x.row(first + i).as_chunks::<8>().0[4 * g..].first_chunk::<4>().expect("padded rows");
+                    for j in 0..4 {
+                        let acc = &mut acc[i][4 * (g % 2) + j];
+                        *acc = _mm256_fmadd_ps(w[j], floats(&x[j]), *acc);
+                    }
+                }
+            }
+            *out = acc.map(|acc| sum64(acc));
+        }
+    }
+
+    /// The four sixteens added as everywhere.
+    fn sum64(acc: [__m256; 8]) -> f32 {
+        let half = |h: usize| {
+            _mm256_add_ps(_mm256_add_ps(acc[h], acc[2 + h]), _mm256_add_ps(acc[4 + h], acc[6 + h]))
+        };
+        sum16(half(0), half(1))
+    }
+
+    /// Codes, steps and offsets of eight groups of a row.
+    fn eight_of(x: &Codes, row: usize, eight: usize) -> (&[[i8; GROUP]; 8], &[f32; 8], &[i32; 8]) {
+        let (codes, steps, offsets) = x.row(row);
+        (&codes.as_chunks().0[eight], &steps.as_chunks().0[eight], &offsets.as_chunks().0[eight])
+    }
+}
+
+/// Float products with rows of elements of `SIZE` bytes, eight of which `load` makes floats.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn elements_of<const SIZE: usize, const N: usize>(
+    w: &[u8],
+    cols: usize,
+    load: impl Fn(&[[u8; SIZE]; 8]) -> __m256,
+    x: &Floats,
+    first: usize,
+    out: &mut [f32],
+) {
+    for (w, out) in w.chunks_exact(cols * SIZE).zip(out.as_chunks_mut::<N>().0) {
+        let mut acc = [[_mm256_setzero_ps(); 8]; N];
+        let w = w.as_chunks::<SIZE>().0;
+        let (whole, tail) = w.as_chunks::<WIDE>();
+        let mut last = [[0; SIZE]; WIDE];
+        last[..tail.len()].copy_from_slice(tail);
+        let chunks = whole.iter().chain((!tail.is_empty()).then_some(&last));
+        for (c, w) in chunks.enumerate() {
+            let w = w.as_chunks::<8>().0;
+            for i in 0..N {
+                let x = x.row(first + i).as_chunks::<8>().0[8 * c..].first_chunk::<8>().expect("padded rows");
+                for j in 0..8 {
+                    acc[i][j] = _mm256_fmadd_ps(load(&w[j]), floats(&x[j]), acc[i][j]);
+                }
+            }
+        }
+        *out = acc.map(|acc| sum64(acc));
     }
 }
