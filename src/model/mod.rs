@@ -4,15 +4,23 @@
 
 pub mod config;
 pub mod container;
+pub mod convert;
 pub mod dtype;
 pub mod geometry;
 pub mod hash;
+pub mod import;
 pub mod layout;
 pub mod mmap;
 pub mod open;
 pub mod quant;
 pub mod state;
+pub mod summary;
 pub mod tensors;
+pub mod verify;
 pub mod weights;
+pub mod writer;
 
+pub use convert::{ConvertOptions, Quant, convert};
 pub use open::{Model, ModelError, OpenOptions, open};
+pub use summary::Summary;
+pub use verify::verify;

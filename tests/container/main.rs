@@ -5,6 +5,8 @@ mod common;
 #[path = "../common/weights.rs"]
 mod weights;
 
+mod conversions;
+mod damage;
 mod peer;
 mod rebuilt;
 mod vectors;
