@@ -20,6 +20,7 @@ use crossbeam_channel::{Receiver, Sender, bounded, select_biased};
 use tokio::sync::oneshot;
 use tracing::{Span, debug, debug_span, info_span};
 
+use super::alive::{Alive, Watch, alive};
 use super::payload::{FETCHES_MAX, Fetch, Fetched};
 use crate::device::Payload;
 use crate::ids::{ExpertIx, LayerIx};
@@ -127,22 +128,24 @@ pub enum FetchError {
 pub struct Handle {
     control: Sender<Message>,
     fetches: Sender<Fetch>,
+    watch: Watch,
 }
 
 impl Handle {
-    /// Opens a model. The reply's sender is dropped when the loader has ended.
-    pub fn open(&self, path: PathBuf, access: Access) -> oneshot::Receiver<Result<Arc<Model>, ModelError>> {
+    /// Opens a model; `None` when the loader has ended.
+    pub async fn open(&self, path: PathBuf, access: Access) -> Option<Result<Arc<Model>, ModelError>> {
         let (reply, answer) = oneshot::channel();
         let span = info_span!("load", path = %path.display());
+        // What is not sent drops its reply, which says the same as an end.
         let _ = self.control.try_send(Message::Open { path, access, span, reply });
-        answer
+        self.watch.or_gone(answer).await?.ok()
     }
 
-    /// Pages in what a host device will read.
-    pub fn warm(&self, residency: Residency, progress: OnProgress) -> oneshot::Receiver<()> {
+    /// Pages in what a host device will read; `None` when the loader has ended. Dropping the future gives it up.
+    pub async fn warm(&self, residency: Residency, progress: OnProgress) -> Option<()> {
         let (reply, answer) = oneshot::channel();
         let _ = self.control.try_send(Message::Warm { residency, progress, reply });
-        answer
+        self.watch.or_gone(answer).await?.ok()
     }
 
     /// Where [`Fetch`]es go. Bounded by [`FETCHES_MAX`], which is as many as may be under way.
@@ -166,10 +169,11 @@ impl Handle {
 pub fn spawn() -> std::io::Result<(Handle, JoinHandle<()>)> {
     let (control, control_inbox) = bounded(CONTROL_MAX);
     let (fetches, fetch_inbox) = bounded(FETCHES_MAX);
-    let loader = Loader { model: None, intact: HashSet::new(), warming: None };
+    let (alive, watch) = alive();
+    let loader = Loader { model: None, intact: HashSet::new(), warming: None, _alive: alive };
     let body = move || loader.run(&control_inbox, &fetch_inbox);
     let thread = thread::Builder::new().name("loader".into()).spawn(body)?;
-    Ok((Handle { control, fetches }, thread))
+    Ok((Handle { control, fetches, watch }, thread))
 }
 
 /// The actor.
@@ -180,6 +184,7 @@ struct Loader {
     intact: HashSet<(LayerIx, ExpertIx)>,
     /// The page-in under way.
     warming: Option<Warming>,
+    _alive: Alive,
 }
 
 /// A page-in, a stride at a time.
