@@ -12,7 +12,7 @@ use crate::model::tensors::Matrix;
 const PANEL_FLOATS: usize = 2 << 20;
 
 /// Values below which spreading element-wise work costs more than it saves.
-const SPREAD_FLOATS: usize = 1 << 15;
+const SPREAD_FLOATS: usize = 1 << 17;
 
 /// Where a layer's weights are.
 enum Weight {

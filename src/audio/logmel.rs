@@ -24,7 +24,7 @@ const WINDOW: usize = 400;
 const SPECTRUM: usize = FFT / 2 + 1;
 const EMPHASIS: f32 = 0.97;
 /// Frames a thread takes at a time.
-const PART: usize = 64;
+const PART: usize = 256;
 
 /// The front end: constants and an FFT plan.
 pub struct LogMel {

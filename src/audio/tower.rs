@@ -11,7 +11,7 @@ use super::weights::{PerceptionError, Scope};
 const TILE: usize = 64;
 
 /// Frames times keys below which the heads stay on one thread.
-const SPREAD_SCORES: usize = 64 * 64;
+const SPREAD_SCORES: usize = 128 * 128;
 
 /// Bidirectional pre-norm transformer with rotary positions.
 pub(crate) struct Tower {

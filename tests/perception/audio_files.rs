@@ -1,7 +1,7 @@
 //! Recordings good and bad, written by the tests themselves.
 
 use std::f32::consts::PI;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use riparian::audio::perception::{Perception, Step};
@@ -85,6 +85,83 @@ fn rates_channels_and_depths() {
         let error = audio.samples.iter().zip(&samples).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(audio.samples.len() == 16_000 && error <= tolerance, "{bits} bits: {error}");
     }
+}
+
+/// Where the files in other formats lie.
+fn other_formats() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/audio")
+}
+
+#[test]
+fn common_formats_are_read() {
+    // Name, rate, channels, and how much lossy codecs may be off. Encoders add their own delay and padding,
+    // so the tone is compared at the delay that fits best.
+    for (name, rate, channels, tolerance) in [
+        ("tone-16000.flac", 16_000, 1, 2e-4),
+        ("tone-44100-stereo.flac", 44_100, 2, 2e-3),
+        ("tone-44100-stereo.mp3", 44_100, 2, 0.05),
+        ("tone-22050.mp3", 22_050, 1, 0.05),
+        ("tone-48000-stereo.ogg", 48_000, 2, 0.1),
+        ("tone-48000-vorbis.webm", 48_000, 2, 0.1),
+        ("tone-44100-aac.m4a", 44_100, 1, 0.05),
+        ("tone-48000-alac.m4a", 48_000, 1, 2e-3),
+        ("tone-32000.aiff", 32_000, 1, 2e-3),
+        ("tone-8000-ulaw.wav", 8_000, 1, 0.03),
+        ("tone-16000-adpcm.wav", 16_000, 1, 0.03),
+        ("tone-16000.caf", 16_000, 1, 2e-4),
+    ] {
+        let audio = read_file(&other_formats().join(name)).unwrap();
+        assert_eq!((audio.source_rate, audio.channels, audio.damaged), (rate, channels, false), "{name}");
+        assert!((0.55..0.75).contains(&audio.duration_s()), "{name}: {} s", audio.duration_s());
+        // The middle of the file against the tone at any phase: two sums give amplitude and phase.
+        let middle = &audio.samples[3_200..7_200];
+        let angle = |i: usize| 2.0 * PI * 440.0 * i as f32 / 16_000.0;
+        let share = |f: fn(f32) -> f32| {
+            middle.iter().enumerate().map(|(i, v)| v * f(angle(i))).sum::<f32>() * 2.0 / middle.len() as f32
+        };
+        let (a, b) = (share(f32::sin), share(f32::cos));
+        let rest = middle.iter().enumerate().map(|(i, v)| (v - a * angle(i).sin() - b * angle(i).cos()).abs());
+        let worst = rest.fold((a.hypot(b) - 0.5).abs(), f32::max);
+        assert!(worst < tolerance, "{name}: {worst}");
+    }
+    let opus = read_file(&other_formats().join("tone-48000-opus.webm")).unwrap_err();
+    assert!(matches!(opus, ReadError::Unsupported { .. }), "{opus}");
+}
+
+#[test]
+fn damaged_files_are_read_or_refused() {
+    // Always the same damage: flipped bits all over, and cuts. Nothing may panic or give what is no number.
+    let mut state = 0x9E37_79B9_7F4A_7C15u64;
+    let mut next = move |below: usize| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state % below as u64) as usize
+    };
+    let (mut good, mut refused) = (0, 0);
+    for entry in std::fs::read_dir(other_formats()).unwrap() {
+        let path = entry.unwrap().path();
+        let whole = std::fs::read(&path).unwrap();
+        for round in 0..40 {
+            let mut bytes = whole.clone();
+            if round % 4 == 0 {
+                bytes.truncate(next(whole.len()));
+            } else {
+                // Headers are hit as often as all the rest.
+                let reach = if round % 2 == 0 { whole.len().min(256) } else { whole.len() };
+                (0..=round / 4).for_each(|_| bytes[next(reach)] ^= 1 << next(8));
+            }
+            match read_bytes(bytes, "damaged") {
+                Ok(audio) => {
+                    assert!(!audio.samples.is_empty() && audio.samples.iter().all(|v| v.is_finite()));
+                    good += 1;
+                }
+                Err(_) => refused += 1,
+            }
+        }
+    }
+    println!("{good} read, {refused} refused");
+    assert!(good > 0 && refused > 0);
 }
 
 #[test]

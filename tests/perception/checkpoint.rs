@@ -7,7 +7,7 @@ use std::sync::Arc;
 use riparian::audio::config::AudioConfig;
 use riparian::audio::perception::Perception;
 use riparian::audio::weights::Tensors;
-use riparian::model::quant::float;
+use riparian::model::quant::{self, float};
 use riparian::model::tensors::{Codec, Matrix};
 use safetensors::{Dtype, SafeTensors};
 
@@ -46,6 +46,21 @@ impl Checkpoint {
 }
 
 impl Checkpoint {
+    /// The same tensors with every matrix in q8_2f.
+    pub(crate) fn in_q8_2f(&self) -> Self {
+        let quantize = |(shape, codec, data): &(Vec<usize>, Codec, Vec<u8>)| match shape[..] {
+            [_, cols] => {
+                let values = float::decode(*codec, data);
+                let payload = quant::encode(Codec::Q8_2f, &quant::Floats::new(&values, cols)).unwrap();
+                (shape.clone(), Codec::Q8_2f, payload)
+            }
+            _ => (shape.clone(), *codec, data.clone()),
+        };
+        let perception = |name: &str| name.starts_with("perception.") || name.starts_with("ctc_timestamp.");
+        let tensors = self.tensors.iter().filter(|(name, _)| perception(name));
+        Self { tensors: tensors.map(|(n, t)| (n.clone(), quantize(t))).collect(), integers: HashMap::new() }
+    }
+
     /// A tensor of whole numbers.
     pub(crate) fn ids(&self, name: &str) -> &[u32] {
         &self.integers[name]
@@ -87,7 +102,7 @@ impl Tensors for Checkpoint {
     }
 
     fn floats(&self, name: &str) -> Option<(Vec<usize>, Vec<f32>)> {
-        let (shape, codec, data) = self.tensors.get(name)?;
+        let (shape, codec, data) = self.tensors.get(name).filter(|(_, codec, _)| !codec.is_quantized())?;
         Some((shape.clone(), float::decode(*codec, data)))
     }
 }

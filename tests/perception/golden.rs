@@ -13,7 +13,7 @@ use riparian::text::tokenizer::Tokenizer;
 use riparian::text::transcript::{Transcript, Word};
 use serde_json::Value;
 
-use crate::checkpoint::perception;
+use crate::checkpoint::{Checkpoint, config, perception};
 use crate::common::tiny_transcribe_dir;
 
 /// One recording with what the reference made of it.
@@ -109,6 +109,30 @@ fn a_peers_file_gives_the_same_rows() {
     check_golden(&tiny, &Arc::new(Perception::load(&container, config).unwrap()));
 }
 
+/// Perception matrices as our own files may hold them.
+fn quantized(tiny: &Path) -> Arc<Perception> {
+    let checkpoint = Checkpoint::open(&tiny.join("checkpoint/model.safetensors"));
+    let config = AudioConfig::from_json(&config(&tiny.join("checkpoint"))).unwrap();
+    Arc::new(Perception::load(&checkpoint.in_q8_2f(), config).unwrap())
+}
+
+#[test]
+fn q8_2f_matrices_stay_near() {
+    let Some(tiny) = tiny_transcribe_dir() else { return };
+    let (exact, _) = perception(&tiny.join("checkpoint"));
+    let coarse = quantized(&tiny);
+    let (mut square, mut error) = (0.0f64, 0.0f64);
+    for utterance in utterances(&tiny).iter().step_by(5) {
+        let audio = read_file(&utterance.wav).unwrap();
+        let [want, seen] = [&exact, &coarse].map(|p| all_rows(&mut p.encode(&audio.samples, false).unwrap()));
+        square += want.iter().map(|v| f64::from(v * v)).sum::<f64>();
+        error += want.iter().zip(&seen).map(|(a, b)| f64::from((a - b) * (a - b))).sum::<f64>();
+    }
+    let relative = (error / square).sqrt();
+    println!("relative error of the rows: {relative:.2e}");
+    assert!(relative > 1e-4 && relative < 0.05, "{relative}");
+}
+
 /// A block of the peer's word times: a path, a text, and a word a line.
 fn peer_words(tiny: &Path) -> Vec<(PathBuf, String, Vec<(f64, f64, String)>)> {
     let text = std::fs::read_to_string(tiny.join("peer/words-q8_2f.txt")).unwrap();
@@ -148,14 +172,23 @@ fn word_times(perception: &Arc<Perception>, tokenizer: &Tokenizer, wav: &Path, t
 #[test]
 fn word_times_are_within_a_row_of_the_peers() {
     let Some(tiny) = tiny_transcribe_dir() else { return };
-    let (perception, _) = perception(&tiny.join("checkpoint"));
+    // The peer's times come from its q8_2f conversion; exact weights give the same.
+    compare_words(&tiny, &perception(&tiny.join("checkpoint")).0);
+    compare_words(&tiny, &quantized(&tiny));
+}
+
+fn alignment_tokenizer(tiny: &Path) -> Tokenizer {
     let tokenizer = std::fs::read(tiny.join("checkpoint/alignment_tokenizer/tokenizer.json")).unwrap();
-    let tokenizer = Tokenizer::from_bytes(&tokenizer).unwrap();
+    Tokenizer::from_bytes(&tokenizer).unwrap()
+}
+
+fn compare_words(tiny: &Path, perception: &Arc<Perception>) {
+    let tokenizer = alignment_tokenizer(tiny);
     let (mut worst, mut words, mut wrong) = (0.0f64, 0, Vec::new());
-    let blocks = peer_words(&tiny);
+    let blocks = peer_words(tiny);
     assert_eq!(blocks.len(), 12);
     for (wav, text, want) in blocks {
-        let seen = word_times(&perception, &tokenizer, &wav, &text);
+        let seen = word_times(perception, &tokenizer, &wav, &text);
         assert_eq!(seen.len(), want.len(), "{text}");
         for (seen, (start, end, word)) in seen.iter().zip(&want) {
             assert_eq!(&seen.word, word);
@@ -169,4 +202,38 @@ fn word_times_are_within_a_row_of_the_peers() {
     }
     println!("{words} words, worst difference {worst:.4} s");
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn words_of_a_tagged_speaker_lie_in_their_activity() {
+    let Some(tiny) = tiny_transcribe_dir() else { return };
+    let (perception, _) = perception(&tiny.join("checkpoint"));
+    let tokenizer = alignment_tokenizer(&tiny);
+    for (wav, text, untagged) in peer_words(&tiny) {
+        let words = word_times(&perception, &tokenizer, &wav, &format!("<spk:0> {text}"));
+        let end = read_file(&wav).unwrap().duration_s();
+        for (word, (start, _, _)) in words.iter().zip(&untagged) {
+            let (seen, until) = (word.start.unwrap(), word.end.unwrap());
+            assert!(seen >= 0.0 && seen < until && until <= end + 0.04, "{word:?}");
+            // The recording has one speaker: within half a second of where the words are without the tag.
+            assert!((seen - start).abs() < 0.5, "{word:?} {start}");
+        }
+        assert!(words.windows(2).all(|w| w[0].start <= w[1].start && w[0].end <= w[1].end), "{words:?}");
+    }
+}
+
+#[test]
+fn words_that_cannot_be_told_have_no_times() {
+    let Some(tiny) = tiny_transcribe_dir() else { return };
+    let (perception, _) = perception(&tiny.join("checkpoint"));
+    let tokenizer = alignment_tokenizer(&tiny);
+    let wav = tiny.join("wavs/digits-theo-04.wav");
+    // Far more words than rows.
+    let long = "seven ".repeat(40);
+    assert!(word_times(&perception, &tokenizer, &wav, &long).iter().all(|w| w.start.is_none()));
+    // More speakers than the model knows: the ones left over have none, the others may.
+    let crowd: String = (0..9).map(|s| format!("<spk:{s}> one ")).collect();
+    let words = word_times(&perception, &tokenizer, &wav, &crowd);
+    assert!(words.len() == 9 && words.iter().any(|w| w.start.is_none()));
+    assert!(word_times(&perception, &tokenizer, &wav, "").is_empty());
 }
