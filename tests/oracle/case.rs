@@ -6,14 +6,17 @@ use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 use riparian::ids::TokenId;
 use riparian::model::config::{TextConfig, parse_json};
 use riparian::model::geometry::Geometry;
+use riparian::model::state::SequenceState;
 use riparian::model::weights::DecoderWeights;
 use riparian::model::{Model, OpenOptions, open};
 use riparian::reference::embed::embed;
+use riparian::reference::{Forward, PlainDecoder};
 
 use crate::checkpoint::Checkpoint;
 use crate::common::oracle;
 use crate::reference::Reference;
 use crate::tensors::Tensors;
+use crate::weights;
 
 /// A model and what is known of it.
 #[derive(Debug)]
@@ -21,6 +24,7 @@ pub(crate) struct Case {
     pub(crate) geometry: Geometry,
     weights: Weights,
     pub(crate) reference: Reference,
+    path: OnceLock<(Vec<f32>, Forward)>,
 }
 
 /// Where a case's weights lie.
@@ -44,23 +48,21 @@ impl Case {
     /// As [`Case::fixture`], a copy of the caller's own.
     pub(crate) fn load_fixture(name: &str) -> Option<Self> {
         let folder = oracle(&format!("fixtures/{name}"))?;
-        let read =
-            |path: &str| std::fs::read_to_string(folder.join(path)).unwrap_or_else(|e| panic!("{name}/{path}: {e}"));
-        let case = parse_json(&read("case.json")).expect("case.json");
-        let mut checkpoint = Checkpoint::rebuild(&case);
-        if checkpoint.misses_some(&case) {
-            checkpoint.complete_from(&folder.join("checkpoint"));
-        }
-        let config = match case.get("config") {
-            Some(config) => config.clone(),
-            None => parse_json(&read("checkpoint/llm_backbone/config.json")).expect("config.json"),
+        let case = weights::Case::read(&folder);
+        let checkpoint = Checkpoint::of_fixture(&case, &folder);
+        let own = folder.join("checkpoint/llm_backbone/config.json");
+        let config = if case.config().is_null() {
+            parse_json(&std::fs::read_to_string(&own).unwrap_or_else(|e| panic!("{}: {e}", own.display())))
+                .expect("JSON")
+        } else {
+            case.config().clone()
         };
         let draft = checkpoint.has("mtp.layers.0.eh_proj.weight");
         let geometry = TextConfig::read(&config, draft).expect("a config").geometry;
         let decoder = checkpoint.decoder(&geometry);
         let weights = Weights::Rebuilt { checkpoint, decoder };
         let reference = Reference::of_fixture(name, &Tensors::read(&folder.join("reference.safetensors")), &geometry);
-        Some(Self { geometry, weights, reference })
+        Some(Self { geometry, weights, reference, path: OnceLock::new() })
     }
 
     /// A file of `oracle/cmf`; `None` where the whole oracle is wanted and absent.
@@ -71,7 +73,8 @@ impl Case {
         let json = parse_json(&json).expect("JSON");
         let tensors = Tensors::read(&path.with_extension("safetensors"));
         let reference = Reference::of_peer(name, &json, &tensors, &model.geometry);
-        Some(Self { geometry: model.geometry.clone(), weights: Weights::Opened(model), reference })
+        let geometry = model.geometry.clone();
+        Some(Self { geometry, weights: Weights::Opened(model), reference, path: OnceLock::new() })
     }
 
     /// The decoder's weights.
@@ -79,6 +82,14 @@ impl Case {
         match &self.weights {
             Weights::Rebuilt { decoder, .. } => decoder,
             Weights::Opened(model) => &model.decoder,
+        }
+    }
+
+    /// The file's model, unless the weights were rebuilt.
+    pub(crate) fn opened(&self) -> Option<&Arc<Model>> {
+        match &self.weights {
+            Weights::Rebuilt { .. } => None,
+            Weights::Opened(model) => Some(model),
         }
     }
 
@@ -93,7 +104,22 @@ impl Case {
     /// The same model with another reference.
     pub(crate) fn with_reference(mut self, reference: Reference) -> Self {
         self.reference = reference;
+        self.path = OnceLock::new();
         self
+    }
+
+    /// What the draft layer's reference was made over: the path's rows `[n + 1, hidden]`, and what the plain decoder
+    /// says of the first `n`.
+    pub(crate) fn path(&self) -> (&[f32], &Forward) {
+        let (rows, forward) = self.path.get_or_init(|| {
+            let mut rows = self.reference.rows.clone();
+            rows.extend(self.embed(&self.reference.draft.as_ref().expect("a case with a draft layer").path));
+            let plain = PlainDecoder::new(&self.geometry, self.weights(), self.reference.act);
+            let read = &rows[..rows.len() - self.geometry.hidden];
+            let forward = plain.forward(read, &mut SequenceState::new(&self.geometry), None);
+            (rows, forward)
+        });
+        (rows, forward)
     }
 
     /// Embeddings of some ids, `[n, hidden]`.

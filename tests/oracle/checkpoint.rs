@@ -1,102 +1,66 @@
-//! Checkpoints rebuilt by the hash rule of `oracle/README.md`, and their weights under text-layout names.
+//! A fixture's weights under text-layout names, straight into the decoder's types: no file and no import between.
 
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use rayon::prelude::*;
 use riparian::model::geometry::{BlockKind, Geometry};
 use riparian::model::tensors::{Codec, Matrix};
 use riparian::model::weights::{
     AttentionWeights, Block, DecoderWeights, DraftWeights, MambaWeights, Mixer, MlpWeights, MoeWeights,
 };
 use safetensors::{Dtype, SafeTensors};
-use serde_json::Value;
+
+use crate::weights::{self, Stored};
 
 /// Tensors by name: storage, shape and little-endian bytes.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Checkpoint(HashMap<String, (Codec, Vec<usize>, Arc<Vec<u8>>)>);
-
-/// `u` of the rule, for one tensor: exact in f32.
-fn unit(seed: u64, name: &str) -> impl Fn(u64) -> f32 + Sync {
-    let hash =
-        name.bytes().fold(0xCBF2_9CE4_8422_2325, |h: u64, byte| (h ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3));
-    let base = hash.wrapping_add(seed.wrapping_mul(0xD1B5_4A32_D192_ED03));
-    move |i| {
-        let mut z = base.wrapping_add((i + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^= z >> 31;
-        (z >> 40) as f32 * 2f32.powi(-24) - 0.5
-    }
-}
 
 /// Whether a tensor belongs to the decoder or its draft layer.
 fn of_decoder(name: &str) -> bool {
     ["backbone.", "lm_head.", "mtp."].iter().any(|part| name.starts_with(part))
 }
 
-fn f32_of(value: &Value) -> f32 {
-    value.as_f64().expect("a number") as f32
+/// A tensor of the safetensors files of a folder in the text layout.
+fn stored(folder: &Path, name: &str) -> Option<Stored> {
+    let files = std::fs::read_dir(folder).expect("a checkpoint folder").map(|entry| entry.expect("an entry").path());
+    for path in files.filter(|path| path.extension().is_some_and(|e| e == "safetensors")) {
+        let bytes = std::fs::read(&path).expect("a readable checkpoint");
+        if let Ok(view) = SafeTensors::deserialize(&bytes).expect("safetensors").tensor(name) {
+            return Some(Stored { dtype: view.dtype(), shape: view.shape().to_vec(), bytes: view.data().to_vec() });
+        }
+    }
+    None
 }
 
 impl Checkpoint {
-    /// Rebuilds every tensor of a `case.json`'s manifest but the fitted ones and those of the perception module.
-    pub(crate) fn rebuild(case: &Value) -> Self {
-        let seed = case["seed"].as_u64().expect("a seed");
-        let manifest = case["weights"].as_array().expect("a manifest");
-        let tensors = manifest.par_iter().filter_map(|entry| {
-            let name = entry["name"].as_str().expect("a name");
-            if entry.get("fitted").is_some() || !of_decoder(name) {
-                return None;
-            }
-            let number = |v: &Value| usize::try_from(v.as_u64().expect("a size")).expect("a size");
-            let shape: Vec<usize> = entry["shape"].as_array().expect("a shape").iter().map(number).collect();
-            let (width, center, u) = (f32_of(&entry["width"]), f32_of(&entry["center"]), unit(seed, name));
-            let values = (0..shape.iter().product::<usize>() as u64).map(|i| u(i) * width + center);
-            let (codec, bytes): (_, Vec<u8>) = match entry["dtype"].as_str() {
-                Some("F32") => (Codec::F32, values.flat_map(f32::to_le_bytes).collect()),
-                Some("BF16") => {
-                    (Codec::Bf16, values.flat_map(|v| half::bf16::from_f32(v).to_bits().to_le_bytes()).collect())
-                }
-                other => panic!("{name}: dtype {other:?}"),
-            };
-            Some((name.to_owned(), (codec, shape, Arc::new(bytes))))
-        });
-        Self(tensors.collect())
-    }
-
-    /// Whether the manifest has fitted weights of the decoder, which no rule makes.
-    pub(crate) fn misses_some(&self, case: &Value) -> bool {
-        let names = case["weights"].as_array().expect("a manifest").iter();
-        names.map(|entry| entry["name"].as_str().expect("a name")).any(|name| of_decoder(name) && !self.has(name))
-    }
-
-    pub(crate) fn has(&self, name: &str) -> bool {
-        self.0.contains_key(name)
-    }
-
-    /// Adds what is missing from the safetensors files of a folder in the text layout.
-    pub(crate) fn complete_from(&mut self, folder: &Path) {
-        for entry in std::fs::read_dir(folder).expect("a checkpoint folder") {
-            let path = entry.expect("an entry").path();
-            if path.extension().is_none_or(|e| e != "safetensors") {
-                continue;
-            }
-            let bytes = std::fs::read(&path).expect("a readable checkpoint");
-            for (name, view) in SafeTensors::deserialize(&bytes).expect("safetensors").iter() {
-                let codec = match view.dtype() {
+    /// Rebuilds the decoder of a folder in `oracle/fixtures`; weights that were trained come from the folder's own
+    /// checkpoint.
+    pub(crate) fn of_fixture(case: &weights::Case, folder: &Path) -> Self {
+        let fitted = |name: &str| {
+            // one bias of the perception module: no part of the decoder
+            let unread = Stored { dtype: Dtype::F32, shape: Vec::new(), bytes: Vec::new() };
+            if of_decoder(name) { stored(&folder.join("checkpoint"), name) } else { Some(unread) }
+        };
+        let tensors = case.tensors(fitted);
+        if tensors.iter().all(|(name, _)| of_decoder(name)) {
+            case.check_digest(&tensors);
+        }
+        let tensors =
+            tensors.into_iter().filter(|(name, _)| of_decoder(name)).map(|(name, Stored { dtype, shape, bytes })| {
+                let codec = match dtype {
                     Dtype::F32 => Codec::F32,
                     Dtype::BF16 => Codec::Bf16,
                     other => panic!("{name}: {other:?}"),
                 };
-                let stored = (codec, view.shape().to_vec(), Arc::new(view.data().to_vec()));
-                match self.0.get(name) {
-                    Some(rebuilt) => assert_eq!(rebuilt, &stored, "{name}: rebuilt by the rule and stored"),
-                    None => drop(self.0.insert(name.to_owned(), stored)),
-                }
-            }
-        }
+                (name, (codec, shape, Arc::new(bytes)))
+            });
+        Self(tensors.collect())
+    }
+
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.0.contains_key(name)
     }
 
     fn matrix(&self, name: &str) -> Matrix {

@@ -10,11 +10,13 @@
 //! | [`Blocks`] | one block over rows | [`check_blocks`] |
 //! | [`Decode`] | rows in, ids out | [`check_decode`] |
 //! | [`DraftLayer`] | the draft layer over rows | [`check_draft_layer`] |
-//! | [`Speculate`] | drafting and verifying in rounds | [`check_speculation`] |
+//! | [`Speculate`] | drafting and verifying in rounds | [`check_speculation`], [`check_drafts_change_nothing`] |
 //!
 //! An id or an expert choice may differ only behind a near-tie of the
 //! reference (`runtime.md` §3a). It is then counted and printed, and the check
 //! goes on along the reference.
+
+use std::ops::Range;
 
 use riparian::ids::{BlockIx, ExpertIx, TokenId};
 use riparian::model::state::{BlockState, KvState, SequenceState};
@@ -64,6 +66,15 @@ pub(crate) struct RouteTrace {
     pub(crate) weights: Vec<f32>,
 }
 
+impl RouteTrace {
+    /// Adds the rows of a later call.
+    fn append(&mut self, later: Self) {
+        self.logits = self.logits.take().zip(later.logits).map(|(all, later)| [all, later].concat());
+        self.picks.extend(later.picks);
+        self.weights.extend(later.weights);
+    }
+}
+
 /// An engine that can run one block alone.
 pub(crate) trait Blocks: Engine {
     /// Rows `[n, hidden]` in place, on from `state`.
@@ -78,9 +89,8 @@ pub(crate) trait Decode: Engine {
 
 /// An engine whose draft layer can be run alone.
 pub(crate) trait DraftLayer: Engine {
-    /// Reads decoder rows `[n + 1, hidden]` and runs the draft layer over the first `n` of them, each with the row
-    /// that follows.
-    fn depth_one(&mut self, conventions: Conventions, rows: &[f32]) -> DraftTrace;
+    /// The layer over rows whose embeddings and decoder rows are known, `[n, hidden]` each, from an empty KV.
+    fn draft(&mut self, conventions: Conventions, embeddings: &[f32], hidden: &[f32]) -> DraftTrace;
 }
 
 /// What the draft layer showed.
@@ -122,70 +132,116 @@ pub(crate) fn check_forward(case: &Case, engine: &mut impl Forward, tolerance: &
 
     let mut state = SequenceState::new(&case.geometry);
     let trace = engine.forward(&reference.rows, &mut state);
-    compare_trace(&mut report, case, &trace, tolerance);
-    compare_states(&mut report, reference.blocks.iter().map(|block| &block.state), &state, tolerance);
-    assert_eq!(state.position.index() * case.geometry.hidden, reference.rows.len(), "{}: position", reference.name);
-
-    let path = &reference.greedy.ids[..reference.greedy.ids.len() - 1];
-    let rows = engine.embed(path);
-    let on = engine.forward(&rows, &mut state);
-    let vocab = case.geometry.vocab;
-    let logits: Vec<&[f32]> =
-        [&trace.logits[trace.logits.len() - vocab..]].into_iter().chain(on.logits.chunks_exact(vocab)).collect();
-    if let Some((ids, want)) = &reference.greedy.logits {
-        let few = ids.len() / logits.len();
-        let got: Vec<f32> = ids.iter().enumerate().map(|(i, id)| logits[i / few][id.index()]).collect();
-        report.close("logits of the path", "", &got, want, tolerance.rows);
+    let prompt = reference.rows.len() / case.geometry.hidden;
+    assert_eq!(state.position.index(), prompt, "{}: position", reference.name);
+    let comparable = compare_trace(&mut report, case, &trace, tolerance);
+    if comparable == prompt {
+        compare_states(&mut report, reference.blocks.iter().map(|block| &block.state), &state, tolerance);
+        check_path(&mut report, case, engine, &trace, &mut state, tolerance);
     }
-    for (step, logits) in logits.iter().enumerate() {
-        let pick = argmax(logits);
-        let want = reference.greedy.ids[step];
-        if pick.id != want {
-            excuse_id(&mut report, reference, step, pick.id, tolerance);
-        } else {
-            report.equal("argmax of the path", 1);
-            let margin = reference.greedy.margins[step];
-            report.close_absolute(
-                "margins of the path",
-                &format!("step {step}"),
-                &[pick.margin()],
-                &[margin],
-                tolerance.margin,
-            );
-        }
-    }
-    compare_states(&mut report, reference.blocks.iter().map(|block| &block.end), &state, tolerance);
     report.print()
 }
 
-fn compare_trace(report: &mut Report, case: &Case, trace: &Trace, tolerance: &Tolerance) {
-    let reference = &case.reference;
-    for (i, want) in reference.blocks.iter().enumerate() {
-        if let Some(want) = &want.residual {
-            report.close("rows", &format!("after block {i}"), &trace.residual[i], want, tolerance.rows);
-        }
-        if want.routes.is_some() {
-            let got =
-                trace.routes[i].as_ref().unwrap_or_else(|| panic!("{}: block {i} routed nothing", reference.name));
-            compare_routes(report, case, i, got, tolerance);
-        }
+/// The second pass: all greedy ids but the last, on from the prompt.
+fn check_path(
+    report: &mut Report,
+    case: &Case,
+    engine: &mut impl Forward,
+    prompt: &Trace,
+    state: &mut SequenceState,
+    tolerance: &Tolerance,
+) {
+    let (reference, vocab) = (&case.reference, case.geometry.vocab);
+    let rows = engine.embed(&reference.greedy.ids[..reference.greedy.ids.len() - 1]);
+    let path = engine.forward(&rows, state);
+    let first = &prompt.logits[prompt.logits.len() - vocab..];
+    let logits: Vec<&[f32]> = [first].into_iter().chain(path.logits.chunks_exact(vocab)).collect();
+    let steps = (0..logits.len()).take_while(|step| router_gap(reference, *step) >= tolerance.router_gap).count();
+    if let Some((ids, want)) = &reference.greedy.logits {
+        let few = ids.len() / logits.len();
+        let got: Vec<f32> = ids.iter().enumerate().map(|(i, id)| logits[i / few][id.index()]).collect();
+        report.close("logits of the path", "", &got[..steps * few], &want[..steps * few], tolerance.rows);
     }
-    if let Some(want) = &reference.normed {
-        report.close("normed rows", "", &trace.normed, want, tolerance.rows);
+    for (step, logits) in logits.iter().enumerate().take(steps) {
+        let pick = argmax(logits);
+        if pick.id != reference.greedy.ids[step] {
+            excuse_id(report, reference, step, pick.id, tolerance);
+            continue;
+        }
+        report.equal("argmax of the path", 1);
+        let margin = reference.greedy.margins[step];
+        report.close_absolute(
+            "margins of the path",
+            &format!("step {step}"),
+            &[pick.margin()],
+            &[margin],
+            tolerance.margin,
+        );
     }
-    if let Some(want) = &reference.logits {
-        report.close("logits", "", &trace.logits[trace.logits.len() - want.len()..], want, tolerance.rows);
+    if steps == logits.len() {
+        compare_states(report, reference.blocks.iter().map(|block| &block.end), state, tolerance);
+    } else {
+        report.excuse(format!("from step {steps} on another expert may have been chosen: not compared"));
     }
 }
 
-fn compare_routes(report: &mut Report, case: &Case, block: usize, got: &RouteTrace, tolerance: &Tolerance) {
+/// Compares the prompt's pass; gives how many leading positions no excused choice of an expert has touched. What lies
+/// behind such a choice is another computation and is not compared.
+fn compare_trace(report: &mut Report, case: &Case, trace: &Trace, tolerance: &Tolerance) -> usize {
+    let (reference, hidden) = (&case.reference, case.geometry.hidden);
+    let mut comparable = reference.rows.len() / hidden;
+    for (i, want) in reference.blocks.iter().enumerate() {
+        if want.routes.is_some() {
+            let got =
+                trace.routes[i].as_ref().unwrap_or_else(|| panic!("{}: block {i} routed nothing", reference.name));
+            comparable = compare_routes(report, case, i, got, comparable, tolerance);
+        }
+        if let Some(want) = &want.residual {
+            let floats = comparable * hidden;
+            assert_eq!(trace.residual[i].len(), want.len(), "{}: rows after block {i}", reference.name);
+            report.close(
+                "rows",
+                &format!("after block {i}"),
+                &trace.residual[i][..floats],
+                &want[..floats],
+                tolerance.rows,
+            );
+        }
+    }
+    if let Some(want) = &reference.normed {
+        let floats = comparable * hidden;
+        report.close("normed rows", "", &trace.normed[..floats], &want[..floats], tolerance.rows);
+    }
+    if let Some(want) = &reference.logits {
+        let got = &trace.logits[trace.logits.len() - want.len()..];
+        // recorded for every position, or for the last one
+        let vocab = case.geometry.vocab;
+        let untouched =
+            if want.len() == vocab { comparable * vocab * hidden / reference.rows.len() } else { comparable * vocab };
+        report.close("logits", "", &got[..untouched], &want[..untouched], tolerance.rows);
+    }
+    comparable
+}
+
+/// Compares the choices of the leading `rows` positions; gives how many of these chose the same experts.
+fn compare_routes(
+    report: &mut Report,
+    case: &Case,
+    block: usize,
+    got: &RouteTrace,
+    rows: usize,
+    tolerance: &Tolerance,
+) -> usize {
     let want = case.reference.blocks[block].routes.as_ref().expect("recorded routes");
     let k = case.geometry.moe.expect("an MoE model").top_k;
     if let (Some(got), Some(want)) = (&got.logits, &want.logits) {
-        report.close("router logits", &format!("of block {block}"), got, want, tolerance.rows);
+        let floats = rows * case.geometry.moe.expect("an MoE model").experts;
+        assert_eq!(got.len(), want.len(), "{} block {block}: router logits", case.reference.name);
+        report.close("router logits", &format!("of block {block}"), &got[..floats], &want[..floats], tolerance.rows);
     }
     assert_eq!(got.picks.len(), want.picks.len(), "{} block {block}: picks", case.reference.name);
-    for (t, (picks, expected)) in got.picks.chunks_exact(k).zip(want.picks.chunks_exact(k)).enumerate() {
+    let mut same = rows;
+    for (t, (picks, expected)) in got.picks.chunks_exact(k).zip(want.picks.chunks_exact(k)).enumerate().take(rows) {
         let place = format!("block {block} row {t}");
         if picks == expected {
             report.equal("expert choices", 1);
@@ -209,7 +265,11 @@ fn compare_routes(report: &mut Report, case: &Case, block: usize, got: &RouteTra
             case.reference.name
         );
         report.excuse(format!("{place}: experts {picks:?} for {expected:?}, gap {gap:?}"));
+        if !reordered {
+            same = same.min(t);
+        }
     }
+    same
 }
 
 fn compare_states<'r>(
@@ -240,9 +300,7 @@ fn compare_states<'r>(
 /// Asserts that a different id at `step` stands behind a near-tie, and notes it.
 fn excuse_id(report: &mut Report, reference: &Reference, step: usize, got: TokenId, tolerance: &Tolerance) {
     let greedy = &reference.greedy;
-    let margin = greedy.margins[step];
-    let read = greedy.path_gaps.len().min((greedy.path_gaps.len() + 1 + step).saturating_sub(greedy.ids.len()));
-    let gap = greedy.path_gaps[..read].iter().copied().fold(f32::INFINITY, f32::min);
+    let (margin, gap) = (greedy.margins[step], router_gap(reference, step));
     assert!(
         margin < tolerance.margin || gap < tolerance.router_gap,
         "{}: step {step}: {got:?}, the reference has {:?}, margin {margin}, smallest router gap before it {gap}",
@@ -252,6 +310,13 @@ fn excuse_id(report: &mut Report, reference: &Reference, step: usize, got: Token
     report.excuse(format!("step {step}: {got:?} for {:?}, margin {margin}, router gap {gap}", greedy.ids[step]));
 }
 
+/// The smallest router gap of all that was read before the id at `step`; infinite where none were recorded.
+fn router_gap(reference: &Reference, step: usize) -> f32 {
+    let gaps = &reference.greedy.path_gaps;
+    let read = (gaps.len() + step + 1).saturating_sub(reference.greedy.ids.len());
+    gaps.iter().take(read).copied().fold(f32::INFINITY, f32::min)
+}
+
 /// A prompt read in parts is the prompt read at once; `cuts` are positions.
 pub(crate) fn check_split(case: &Case, engine: &mut impl Forward, cuts: &[usize], tolerance: &Tolerance) {
     let (reference, hidden) = (&case.reference, case.geometry.hidden);
@@ -259,10 +324,8 @@ pub(crate) fn check_split(case: &Case, engine: &mut impl Forward, cuts: &[usize]
     let (mut whole, mut state) = (SequenceState::new(&case.geometry), SequenceState::new(&case.geometry));
     let want = engine.forward(&reference.rows, &mut whole);
     let mut normed = Vec::new();
-    let bounds: Vec<usize> =
-        [0].into_iter().chain(cuts.iter().copied()).chain([reference.rows.len() / hidden]).collect();
-    for part in bounds.windows(2) {
-        normed.extend(engine.forward(&reference.rows[part[0] * hidden..part[1] * hidden], &mut state).normed);
+    for part in parts(cuts, reference.rows.len() / hidden) {
+        normed.extend(engine.forward(&reference.rows[part.start * hidden..part.end * hidden], &mut state).normed);
     }
     report.close("normed rows", "", &normed, &want.normed, tolerance.rows);
     for (i, (a, b)) in whole.blocks.iter().zip(&state.blocks).enumerate() {
@@ -282,27 +345,46 @@ pub(crate) fn check_split(case: &Case, engine: &mut impl Forward, cuts: &[usize]
     report.print();
 }
 
-/// Each block alone, from the reference's own input of it: how errors are seen that a whole pass would blur.
+/// Each block alone, from the reference's own input of it: how errors are seen that a whole pass would blur. The rows
+/// come in parts cut at `cuts`, so that steps, verify passes and prefill are all seen.
 ///
 /// Only for cases with the residual after every block (the fixtures; peers recorded the last one).
-pub(crate) fn check_blocks(case: &Case, engine: &mut impl Blocks, tolerance: &Tolerance) -> usize {
-    let reference = &case.reference;
+pub(crate) fn check_blocks(case: &Case, engine: &mut impl Blocks, cuts: &[usize], tolerance: &Tolerance) -> usize {
+    let (reference, hidden) = (&case.reference, case.geometry.hidden);
     let mut report = Report::new(&format!("{}, block by block", engine.label()), &reference.name);
     let mut state = SequenceState::new(&case.geometry);
     let mut input = &reference.rows;
+    let positions = input.len() / hidden;
     for (i, want) in reference.blocks.iter().enumerate() {
         let residual = want.residual.as_ref().expect("a case with the residual after every block");
         let mut rows = input.clone();
-        let routes = engine.block(BlockIx::from(i), &mut rows, &mut state.blocks[i]);
-        report.close("rows", &format!("after block {i}"), &rows, residual, tolerance.rows);
-        if want.routes.is_some() {
-            let routes = routes.unwrap_or_else(|| panic!("{}: block {i} routed nothing", reference.name));
-            compare_routes(&mut report, case, i, &routes, tolerance);
+        let mut all: Option<RouteTrace> = None;
+        for part in parts(cuts, positions) {
+            let rows = &mut rows[part.start * hidden..part.end * hidden];
+            if let Some(routes) = engine.block(BlockIx::from(i), rows, &mut state.blocks[i]) {
+                match &mut all {
+                    Some(all) => all.append(routes),
+                    None => all = Some(routes),
+                }
+            }
         }
+        let mut same = positions;
+        if want.routes.is_some() {
+            let routes = all.unwrap_or_else(|| panic!("{}: block {i} routed nothing", reference.name));
+            same = compare_routes(&mut report, case, i, &routes, positions, tolerance);
+        }
+        let floats = same * hidden;
+        report.close("rows", &format!("after block {i}"), &rows[..floats], &residual[..floats], tolerance.rows);
         input = residual;
     }
     compare_states(&mut report, reference.blocks.iter().map(|block| &block.state), &state, tolerance);
     report.print()
+}
+
+/// Ranges of positions between cuts.
+fn parts(cuts: &[usize], positions: usize) -> Vec<Range<usize>> {
+    let bounds: Vec<usize> = [0].into_iter().chain(cuts.iter().copied()).chain([positions]).collect();
+    bounds.windows(2).map(|bound| bound[0]..bound[1]).collect()
 }
 
 /// Ids of the continuation; behind an excused id the engine goes on from the reference's.
@@ -327,15 +409,15 @@ pub(crate) fn check_decode(case: &Case, engine: &mut impl Decode, tolerance: &To
     report.print()
 }
 
-/// The draft layer over the reference's path, under every convention that was recorded.
+/// The draft layer over the reference's path, under every convention that was recorded. The decoder's rows are the
+/// plain decoder's, so that only the layer itself is compared.
 pub(crate) fn check_draft_layer(case: &Case, engine: &mut impl DraftLayer, tolerance: &Tolerance) -> usize {
     let reference = &case.reference;
     let draft = reference.draft.as_ref().expect("a case with a draft layer");
     let mut report = Report::new(&format!("{}, draft layer", engine.label()), &reference.name);
-    let mut rows = reference.rows.clone();
-    rows.extend(case.embed(&draft.path));
+    let (path, read) = case.path();
     for (conventions, want) in &draft.ids {
-        let got = engine.depth_one(*conventions, &rows);
+        let got = engine.draft(*conventions, &path[case.geometry.hidden..], conventions.hidden(read));
         for (t, (id, want)) in got.ids.iter().zip(want).enumerate() {
             if id == want {
                 report.equal("drafts", 1);
@@ -412,4 +494,22 @@ pub(crate) fn check_speculation(
         );
     }
     report.print()
+}
+
+/// Decoding with drafts gives the engine's own ids of decoding without.
+pub(crate) fn check_drafts_change_nothing<E: Decode + Speculate>(case: &Case, engine: &mut E, depths: &[usize]) {
+    let (rows, steps) = (&case.reference.rows, case.reference.greedy.ids.len());
+    let want = engine.decode(rows, steps);
+    for depth in depths {
+        let got = engine.speculate(rows, steps, *depth);
+        assert_eq!(
+            got.ids[..steps],
+            want,
+            "{}, {}: ids with {depth} drafts a round",
+            case.reference.name,
+            engine.label()
+        );
+        let emitted: usize = got.rounds.iter().map(|(_, accepted)| accepted + 1).sum();
+        assert_eq!(got.ids.len(), emitted + 1, "{}: a round emits what it kept and one more", case.reference.name);
+    }
 }

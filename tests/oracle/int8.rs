@@ -8,12 +8,12 @@ use riparian::reference::argmax::argmax;
 
 use crate::case::Case;
 use crate::harness::{
-    Blocks, Decode, Engine, Forward, RouteTrace, Trace, check_blocks, check_decode, check_draft_layer, check_forward,
-    check_speculation,
+    Blocks, Decode, Engine, Forward, RouteTrace, Trace, check_blocks, check_decode, check_drafts_change_nothing,
+    check_forward,
 };
 use crate::plain::Plain;
 use crate::reference::Reference;
-use crate::tolerance::{INT8, INT8_BLOCK, INT8_ERROR};
+use crate::tolerance::{F32, INT8, INT8_BLOCK, INT8_ERROR, INT8_EXCUSED_MAX, Tolerance};
 
 /// The plain decoder with every row nudged in its last bits before each block: what another order of f32 sums does to
 /// the rows, and so to the codes that lie near a rounding edge.
@@ -98,34 +98,35 @@ fn error_against_f32(name: &str) {
     let (f32, int8) = (Reference::record(&case, Activations::F32, 1), Reference::record(&case, Activations::Int8, 1));
     assert_ne!(f32.normed, int8.normed, "{name}: int8 activations change something");
     let case = case.with_reference(f32);
-    check_blocks(&case, &mut Plain::new(&case, Activations::Int8, None), &INT8_ERROR);
+    check_blocks(&case, &mut Plain::new(&case, Activations::Int8, None), &[], &INT8_ERROR);
 }
 
 /// The same arithmetic with rounding errors elsewhere: what every other engine is held to.
-fn another_order(name: &str, depths: &[usize]) {
+fn another_order(name: &str) {
     let Some(case) = Case::peer(name) else { return };
     let int8 = Reference::record(&case, Activations::Int8, 24);
     let case = case.with_reference(int8);
     let nudged = &mut Nudged::new(&case);
-    check_blocks(&case, nudged, &INT8_BLOCK);
-    check_forward(&case, nudged, &INT8);
-    check_decode(&case, nudged, &INT8);
-    check_forward(&case, &mut Plain::new(&case, Activations::Int8, Some(5)), &INT8);
-    // recorded by the same loops: not one value differs
+    check_blocks(&case, nudged, &[1, 4], &INT8_BLOCK);
+    let excused = check_decode(&case, nudged, &INT8);
+    assert!(excused as f32 <= INT8_EXCUSED_MAX * 24.0, "{name}: {excused} of 24 ids excused");
+
+    // recorded by the same loops: not one value differs, so nothing is excused
     let plain = &mut Plain::new(&case, Activations::Int8, None);
+    assert_eq!(check_forward(&case, plain, &Tolerance { rows: 0.0, states: 0.0, margin: 0.0, ..F32 }), 0);
     if case.geometry.draft {
-        assert_eq!(check_draft_layer(&case, plain, &INT8) + check_speculation(&case, plain, depths, &INT8), 0);
+        check_drafts_change_nothing(&case, plain, &[1, 2, 3]);
     }
 }
 
 #[test]
 fn nemo_q4tp() {
     error_against_f32("nemo-q4tp");
-    another_order("nemo-q4tp", &[]);
+    another_order("nemo-q4tp");
 }
 
 #[test]
 fn kernel_q4tp() {
     error_against_f32("kernel-q4tp");
-    another_order("kernel-q4tp", &[1, 2, 3]);
+    another_order("kernel-q4tp");
 }

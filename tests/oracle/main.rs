@@ -10,6 +10,7 @@ mod checkpoint;
 #[path = "../common/mod.rs"]
 mod common;
 mod harness;
+mod host;
 mod int8;
 mod plain;
 mod recorded;
@@ -17,4 +18,7 @@ mod reference;
 mod report;
 mod tensors;
 mod tolerance;
+mod vectors;
+#[path = "../common/weights.rs"]
+mod weights;
 mod wrong;

@@ -96,13 +96,9 @@ impl Decode for Plain<'_> {
 }
 
 impl DraftLayer for Plain<'_> {
-    fn depth_one(&mut self, conventions: Conventions, rows: &[f32]) -> DraftTrace {
-        let hidden = self.decoder.geometry().hidden;
-        let read = rows.len() - hidden;
-        let out = self.decoder.forward(&rows[..read], &mut SequenceState::new(self.decoder.geometry()), None);
+    fn draft(&mut self, conventions: Conventions, embeddings: &[f32], hidden: &[f32]) -> DraftTrace {
         let (mut kv, mut moe) = (KvState::default(), MoeCapture::default());
-        let rows =
-            self.decoder.draft_rows(conventions, &rows[hidden..], conventions.hidden(&out), &mut kv, Some(&mut moe));
+        let rows = self.decoder.draft_rows(conventions, embeddings, hidden, &mut kv, Some(&mut moe));
         let ids = self.decoder.head(&rows).iter().map(|pick| pick.id).collect();
         DraftTrace { rows, ids, picks: moe.picks, kv }
     }
@@ -133,7 +129,7 @@ fn check_all(case: &Case, tolerance: &Tolerance, depths: &[usize]) {
         + check_forward(case, &mut Plain::new(case, Activations::F32, Some(7)), tolerance);
     check_split(case, &mut Plain::new(case, Activations::F32, Some(4)), &[1, positions / 2], tolerance);
     if case.reference.blocks.iter().all(|block| block.residual.is_some()) {
-        excused += check_blocks(case, plain, tolerance);
+        excused += check_blocks(case, plain, &[1, 4], tolerance);
     }
     if case.reference.draft.is_some() {
         excused += check_draft_layer(case, plain, tolerance);
@@ -165,7 +161,8 @@ fixtures! {
     tiny_nemo "tiny-nemo" &[1, 2, 3];
     transcribe_tiny "transcribe-tiny" &[];
     kernel "kernel" &[1, 2, 3];
-    wide "wide" &[1, 2, 3];
+    // nothing is kept there, so deeper rounds begin with the drafts of shallower ones
+    wide "wide" &[3];
 }
 
 macro_rules! peer_files {
@@ -229,12 +226,11 @@ fn hidden_first_is_the_fusion_with_its_columns_swapped() {
     draft.eh_proj = Matrix::from_payload("swapped", draft.eh_proj.codec(), [hidden, 2 * hidden], payload);
 
     let want = &case.reference.draft.as_ref().expect("a draft layer").ids[0].1;
-    let mut rows = case.reference.rows.clone();
-    rows.extend(case.embed(&case.reference.greedy.ids));
+    let (path, read) = case.path();
     let ids = |weights, hidden_first| {
         let decoder = PlainDecoder::new(&case.geometry, weights, Activations::F32);
         let conventions = Conventions { hidden_first, ..Conventions::default() };
-        Plain { decoder, act: Activations::F32, chunk: None }.depth_one(conventions, &rows).ids
+        Plain { decoder, act: Activations::F32, chunk: None }.draft(conventions, &path[hidden..], &read.normed).ids
     };
     assert_eq!(&ids(&swapped, true), want);
     assert_ne!(&ids(&swapped, false), want);

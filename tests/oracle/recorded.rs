@@ -59,6 +59,7 @@ impl Reference {
         });
         Self {
             name: case.reference.name.clone(),
+            act,
             prompt: case.reference.prompt.clone(),
             blocks: blocks.collect(),
             logits: Some(plain.logits(&prompt.normed)),

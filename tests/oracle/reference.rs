@@ -1,6 +1,7 @@
 //! What an engine is compared with, whoever recorded it.
 
 use riparian::ids::{ExpertIx, TokenId};
+use riparian::knobs::Activations;
 use riparian::model::geometry::{BlockKind, Geometry};
 use riparian::reference::Conventions;
 use serde_json::Value;
@@ -11,6 +12,8 @@ use crate::tensors::{Tensors, swap_outer};
 #[derive(Debug)]
 pub(crate) struct Reference {
     pub(crate) name: String,
+    /// The arithmetic it was recorded in.
+    pub(crate) act: Activations,
     /// Prompt rows, `[T, hidden]`
     pub(crate) rows: Vec<f32>,
     /// `[T]`; empty where the rows are no plain embeddings
@@ -151,6 +154,7 @@ impl Reference {
         };
         Self {
             name: name.to_owned(),
+            act: Activations::F32,
             blocks: blocks.collect(),
             normed: tensors.maybe_f32("final_hidden"),
             logits: tensors.maybe_f32("logits").or_else(|| tensors.maybe_f32("logits_last")),
@@ -209,6 +213,7 @@ impl Reference {
         });
         Self {
             name: name.to_owned(),
+            act: Activations::F32,
             rows,
             prompt: ids(&json["prompt_ids"]),
             blocks,

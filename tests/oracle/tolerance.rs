@@ -33,7 +33,6 @@ pub(crate) const F32: Tolerance =
 /// A scale is then up to 5e-6 from the reference's (`runtime.md` §3a). With the plain decoder's ladder evaluated that
 /// way the peer's q4tp files came out at most 3.1e-6 of the peak apart in rows and logits, 2.3e-6 in states, 2.6e-6
 /// in draft rows, instead of 1.9e-6; three times that, as above.
-#[allow(dead_code, reason = "the plain decoder evaluates the ladder as the reference does")]
 pub(crate) const F32_OTHER_LADDER: Tolerance =
     Tolerance { rows: 1e-5, states: 1e-5, draft: 1e-5, weights: 2e-5, margin: 2.6e-4, router_gap: 2.6e-5 };
 
@@ -50,11 +49,13 @@ pub(crate) const INT8_ERROR: Tolerance = Tolerance { rows: 3e-2, states: 3e-2, d
 /// in the last place: 9.6e-4 of the peak in rows, 7.9e-4 in states; three times that. The router is never quantised.
 pub(crate) const INT8_BLOCK: Tolerance = Tolerance { rows: 3e-3, states: 3e-3, draft: 3e-3, ..F32 };
 
-/// int8 activations against the plain decoder's int8 over whole passes.
+/// int8 activations against the plain decoder's int8 over whole passes: what excuses an id there. Rows are not compared.
 ///
-/// A moved code at the bottom moves more codes above it, so that in these small random models two right engines come to
-/// lie as far apart as int8 lies from f32. Nudged as above: rows and logits 2.1e-2 of the peak, states 3.3e-2, router
-/// weights 4.4e-3, margins 0.13, and two chosen experts 0.022 apart changed order; about three times that. So whole int8
-/// passes only show gross errors: compare block by block as well.
-pub(crate) const INT8: Tolerance =
-    Tolerance { rows: 6e-2, states: 1e-1, draft: 6e-2, weights: 1.5e-2, margin: 0.4, router_gap: 0.05 };
+/// A moved code at the bottom moves more codes above it, and in these small random models an expert somewhere, so that
+/// two right engines come to lie as far apart as int8 lies from f32. Nudged as above, before the first other expert:
+/// logits 2.1e-2 of the peak, margins 0.13, and two chosen experts 0.022 apart changed order; about three times that.
+/// How many ids may so differ is bounded besides ([`INT8_EXCUSED_MAX`]).
+pub(crate) const INT8: Tolerance = Tolerance { margin: 0.4, router_gap: 0.05, ..INT8_BLOCK };
+
+/// Largest share of ids that may be excused in int8: wrong arithmetic changes most of them.
+pub(crate) const INT8_EXCUSED_MAX: f32 = 0.25;

@@ -145,9 +145,9 @@ impl Decode for Wrong<'_> {
 }
 
 impl DraftLayer for Wrong<'_> {
-    fn depth_one(&mut self, conventions: Conventions, rows: &[f32]) -> DraftTrace {
+    fn draft(&mut self, conventions: Conventions, embeddings: &[f32], hidden: &[f32]) -> DraftTrace {
         let conventions = if self.fault == Fault::Conventions { Conventions::default() } else { conventions };
-        self.right.depth_one(conventions, rows)
+        self.right.draft(conventions, embeddings, hidden)
     }
 }
 
@@ -187,7 +187,7 @@ fn a_right_engine_passes() {
     let case = case();
     let right = &mut Wrong::new(&case, Fault::None);
     assert_eq!(
-        check_forward(&case, right, &F32) + check_blocks(&case, right, &F32) + check_decode(&case, right, &F32),
+        check_forward(&case, right, &F32) + check_blocks(&case, right, &[], &F32) + check_decode(&case, right, &F32),
         0
     );
 }
@@ -207,7 +207,7 @@ fn a_pass_that_is_wrong_somewhere_is_seen() {
     ];
     for (what, fault) in faults {
         caught(what, fault, |case, engine| _ = check_forward(case, engine, &F32));
-        caught(what, fault, |case, engine| _ = check_blocks(case, engine, &F32));
+        caught(what, fault, |case, engine| _ = check_blocks(case, engine, &[], &F32));
     }
     caught("logits", Fault::Logit, |case, engine| _ = check_forward(case, engine, &F32));
     caught("logits of the path", Fault::Forgets, |case, engine| _ = check_forward(case, engine, &F32));
@@ -224,7 +224,7 @@ fn a_wrong_id_is_seen_wherever_it_is() {
 
 #[test]
 fn wrong_drafts_are_seen() {
-    caught("prenorm_hidden: true", Fault::Conventions, |case, engine| _ = check_draft_layer(case, engine, &F32));
+    caught("layer_norm: true", Fault::Conventions, |case, engine| _ = check_draft_layer(case, engine, &F32));
     for (what, fault) in [
         ("round 0: drafts", Fault::Draft(0)),
         ("round 40: drafts", Fault::Draft(40)),
