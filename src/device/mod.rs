@@ -17,6 +17,11 @@
 //! Three implementations stand behind the trait: the host, a scripted one for
 //! tests and, with the feature `gpu`, wgpu. None of them knows of an actor.
 
+#[cfg(feature = "gpu")]
+pub mod kernels;
+#[cfg(feature = "gpu")]
+pub mod params;
+
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,0 +1,2 @@
+// Weight rows a team computes at once, sharing each activation read.
+const WIDE: u32 = 1u;

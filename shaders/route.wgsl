@@ -1,0 +1,87 @@
+// The experts of each row, their weights and places; halts the slot where one has no place.
+//
+// routing  f32: normed rows, then logits [rows, EXPERTS] at `logits`
+// map      u32: place of each expert of each layer, or NONE
+// routes   u32: see `routes.wgsl`
+// One workgroup for ROWS rows. w = p / (sum of the row's p + 1e-20) * scale, summed in ascending order of the experts.
+// `model.md` §1.5 steps 1 to 5; `protocol.md` §2.
+
+struct Params {
+    // where logits begin in `routing`
+    logits: u32,
+    // word in `words` of e_score_correction_bias
+    bias: u32,
+    // where the layer begins in `map`
+    map: u32,
+    layer: u32,
+    // word in `routes` where weights begin
+    weights_at: u32,
+    norm_topk: u32,
+    scale: f32,
+    pad: u32,
+}
+
+@group(0) @binding(2) var<uniform> params: Params;
+@group(0) @binding(3) var<storage, read> words: array<u32>;
+@group(0) @binding(4) var<storage, read> routing: array<f32>; // normed, then [rows, EXPERTS]
+@group(0) @binding(5) var<storage, read> map: array<u32>; // [layers, EXPERTS]
+@group(0) @binding(6) var<storage, read_write> routes: array<u32>;
+
+@compute @workgroup_size(WG)
+fn main(ids: Ids) {
+    let first = ids.group.x * ROWS;
+    let go = live();
+    choose(ids, first, flight.rows);
+    if (!go) {
+        return;
+    }
+    let at = ids.group.x * union_words(TOP_K);
+    for (var u = thread(ids); u < union_count; u += WG) {
+        let e = chosen[u];
+        let place = map[params.map + e];
+        let to = at + 1u + u * ENTRY;
+        routes[to] = e;
+        routes[to + 1u] = place;
+        routes[to + 2u] = chosen_by[u];
+        for (var r = 0u; r < ROWS; r++) {
+            routes[to + 3u + r] = chosen_at[u * ROWS + r];
+        }
+    }
+    if (thread(ids) == 0u) {
+        routes[at] = union_count;
+        var missing = false;
+        for (var u = 0u; u < union_count; u++) {
+            missing = missing || map[params.map + chosen[u]] == 0xffffffffu;
+        }
+        if (missing) {
+            control.stop_flight = flight.flight;
+            control.stop_point = vec2<u32>(control.batch, 2u * params.layer);
+            control.stop = STOP_MISS;
+        }
+    }
+    for (var r = thread(ids); r < ROWS; r += WG) {
+        if (first + r < flight.rows) {
+            // ranked by score; weights go out in ascending order of the experts
+            var sum = 0.0;
+            var floor = 0u;
+            let to = params.weights_at + (first + r) * TOP_K;
+            for (var k = 0u; k < TOP_K; k++) {
+                var next = NO_EXPERT;
+                for (var j = 0u; j < TOP_K; j++) {
+                    let e = ranked[r * TOP_K + j];
+                    if (e >= floor && e < next) {
+                        next = e;
+                    }
+                }
+                floor = next + 1u;
+                let p = sigmoid(logit(first + r, next));
+                sum += p;
+                routes[to + k] = bitcast<u32>(p);
+            }
+            let factor = select(params.scale, params.scale / (sum + 1e-20), params.norm_topk == 1u);
+            for (var k = 0u; k < TOP_K; k++) {
+                routes[to + k] = bitcast<u32>(bitcast<f32>(routes[to + k]) * factor);
+            }
+        }
+    }
+}

@@ -1,0 +1,145 @@
+// Mamba-2's convolution, scan and gate for a few positions, one after the other.
+//
+// c = silu(bias + sum_i w[i] * u[t-K+1+i]);  dt = clamp(softplus(d + dt_bias));  a = exp(-dt * exp(A_log))
+// s = a * s + dt * x (outer) B;  o = s . C + D * x;  v = o * silu(z)
+//
+// proj     f32 [rows, PROJ]: z | x | B | C | dt
+// ring     f32 [RING, channels]: the convolution's inputs by position modulo RING
+// state    vec4<f32> [snapshots, heads, P, N / 4]: row j of the batch leaves snapshot j where there are snapshots
+// v        f32 [rows, inner];  squares  f32 [rows, heads * SLICES]: sum of v² of a workgroup's channels
+// A workgroup has P_BLOCK channels of one head; a team one channel at a time, its lanes along N.
+// Sums: lanes, then the team; squares in channel order. `model.md` §1.4 steps 2 to 7.
+
+struct Params {
+    // words in `vectors`
+    conv: u32,
+    conv_bias: u32,
+    a_log: u32,
+    d_skip: u32,
+    dt_bias: u32,
+    // vec4 from snapshot to snapshot; 0 where there is one
+    snapshot: u32,
+    dt_min: f32,
+    dt_max: f32,
+}
+
+@group(0) @binding(2) var<uniform> params: Params;
+@group(0) @binding(3) var<storage, read> vectors: array<f32>;
+@group(0) @binding(4) var<storage, read> proj: array<f32>; // [rows, PROJ]
+@group(0) @binding(5) var<storage, read_write> ring: array<f32>; // [RING, channels]
+@group(0) @binding(6) var<storage, read_write> state: array<vec4<f32>>; // [snapshots, heads, P, N / 4]
+@group(0) @binding(7) var<storage, read_write> v: array<f32>; // [rows, inner]
+@group(0) @binding(8) var<storage, read_write> squares: array<f32>; // [rows, heads * SLICES]
+
+override HEADS: u32;
+override P: u32; // channels of a head
+override GROUPS: u32;
+override N: u32; // d_state, a multiple of 4
+override TAPS: u32;
+override RING: u32; // at least TAPS - 1 + rows of a batch
+override PROJ: u32; // floats from row to row of `proj`
+override P_BLOCK: u32; // channels of a workgroup, divides P
+override CONV_CELLS: u32; // ROWS * (P_BLOCK + 2 N)
+override OUT_CELLS: u32; // ROWS * P_BLOCK
+
+var<workgroup> conv: array<f32, CONV_CELLS>; // a row: x of the block | B | C
+var<workgroup> gated: array<f32, OUT_CELLS>;
+
+fn silu(x: f32) -> f32 {
+    return x / (1.0 + exp(-x));
+}
+
+fn softplus(x: f32) -> f32 {
+    let e = exp(-abs(x));
+    // ln(1 + e) where 1 + e would lose e
+    return max(x, 0.0) + select(log(1.0 + e), e * (1.0 - 0.5 * e), e < 1e-3);
+}
+
+fn input(channel: u32, row: i32) -> f32 {
+    if (row >= 0) {
+        return proj[u32(row) * PROJ + HEADS * P + channel];
+    }
+    let position = i32(control.position) + row;
+    if (position < 0) {
+        return 0.0;
+    }
+    return ring[u32(position) % RING * (HEADS * P + 2u * GROUPS * N) + channel];
+}
+
+@compute @workgroup_size(WG)
+fn main(ids: Ids) {
+    let slices = P / P_BLOCK;
+    let head = ids.group.x / slices;
+    let slice = ids.group.x % slices;
+    let group = head / (HEADS / GROUPS);
+    let channels = HEADS * P + 2u * GROUPS * N;
+    let width = P_BLOCK + 2u * N;
+    let rows = min(flight.rows, ROWS);
+    let go = live();
+    for (var t = thread(ids); t < ROWS * width; t += WG) {
+        let r = t / width;
+        let j = t % width;
+        var channel = head * P + slice * P_BLOCK + j;
+        if (j >= P_BLOCK) {
+            let k = j - P_BLOCK;
+            channel = HEADS * P + k / N * (GROUPS * N) + group * N + k % N;
+        }
+        if (r < rows) {
+            var sum = vectors[params.conv_bias + channel];
+            for (var i = 0u; i < TAPS; i++) {
+                sum += vectors[params.conv + channel * TAPS + i] * input(channel, i32(r + i) - i32(TAPS - 1u));
+            }
+            conv[t] = silu(sum);
+            // one workgroup keeps each input; the slots it writes are none that anybody reads in this batch
+            let owner = j < P_BLOCK || (slice == 0u && head % (HEADS / GROUPS) == 0u);
+            if (owner && go) {
+                ring[(control.position + r) % RING * channels + channel] = proj[r * PROJ + HEADS * P + channel];
+            }
+        }
+    }
+    workgroupBarrier();
+    if (!go) {
+        return;
+    }
+    let decay = -exp(vectors[params.a_log + head]);
+    for (var t = 0u; t < P_BLOCK; t += teams(ids)) {
+        let p = t + team(ids);
+        let channel = head * P + slice * P_BLOCK + min(p, P_BLOCK - 1u);
+        for (var r = 0u; r < rows; r++) {
+            let d = proj[r * PROJ + HEADS * P + channels + head] + vectors[params.dt_bias + head];
+            let dt = clamp(softplus(d), params.dt_min, params.dt_max);
+            let a = exp(dt * decay);
+            let x = conv[r * width + min(p, P_BLOCK - 1u)];
+            var sum = 0.0;
+            for (var n = lane(ids); n < N / 4u; n += lanes(ids)) {
+                let cell = channel * (N / 4u) + n;
+                // row 0 goes on from the kept snapshot, each later row from the one before it
+                let before = select(r - 1u, control.scan_at, r == 0u) * params.snapshot;
+                let b_at = r * width + P_BLOCK + 4u * n;
+                let c_at = b_at + N;
+                let b = vec4<f32>(conv[b_at], conv[b_at + 1u], conv[b_at + 2u], conv[b_at + 3u]);
+                let c = vec4<f32>(conv[c_at], conv[c_at + 1u], conv[c_at + 2u], conv[c_at + 3u]);
+                if (p < P_BLOCK) {
+                    let s = a * state[before + cell] + (dt * x) * b;
+                    state[r * params.snapshot + cell] = s;
+                    sum += dot(s, c);
+                }
+            }
+            sum = team_sum(ids, sum);
+            if (lane(ids) == 0u && p < P_BLOCK) {
+                let o = sum + vectors[params.d_skip + head] * x;
+                let y = o * silu(proj[r * PROJ + channel]);
+                v[r * (HEADS * P) + channel] = y;
+                gated[r * P_BLOCK + p] = y;
+            }
+        }
+    }
+    workgroupBarrier();
+    for (var r = thread(ids); r < rows; r += WG) {
+        var sum = 0.0;
+        for (var p = 0u; p < P_BLOCK; p++) {
+            sum += gated[r * P_BLOCK + p] * gated[r * P_BLOCK + p];
+        }
+        squares[r * (HEADS * slices) + ids.group.x] = sum;
+    }
+}

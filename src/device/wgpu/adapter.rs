@@ -1,0 +1,164 @@
+//! Which adapter, with which limits and which kernel variant.
+
+use super::super::kernels::Team;
+use crate::device::DeviceError;
+use crate::knobs::DeviceChoice;
+
+/// An adapter that was asked for, before a device is made of it.
+#[derive(Debug)]
+pub struct Found {
+    adapter: wgpu::Adapter,
+}
+
+/// A device with what the kernels need to know of it.
+#[derive(Debug)]
+pub struct Context {
+    /// The device.
+    pub device: wgpu::Device,
+    /// Its queue.
+    pub queue: wgpu::Queue,
+    /// Name, driver, kind.
+    pub info: wgpu::AdapterInfo,
+    /// What it grants.
+    pub limits: wgpu::Limits,
+    /// How invocations sum together.
+    pub team: Team,
+    /// Whether 16x16x16 cooperative matrices, f16 in and f32 out, are offered.
+    pub cooperative: bool,
+    /// Whether timestamps inside passes are offered.
+    pub timestamps: bool,
+    /// Why and when the device was lost.
+    pub lost: std::sync::Arc<std::sync::OnceLock<String>>,
+}
+
+/// All adapters of this machine, as `doctor` lists them: `backend:index` and the adapter's facts.
+#[must_use]
+pub fn list() -> Vec<(String, wgpu::AdapterInfo)> {
+    adapters().into_iter().map(|(name, adapter)| (name, adapter.get_info())).collect()
+}
+
+fn adapters() -> Vec<(String, wgpu::Adapter)> {
+    let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
+    descriptor.flags = wgpu::InstanceFlags::empty();
+    let instance = wgpu::Instance::new(descriptor);
+    let mut counts = std::collections::HashMap::<wgpu::Backend, usize>::new();
+    (pollster::block_on(instance.enumerate_adapters(wgpu::Backends::all())).into_iter())
+        .map(|adapter| {
+            let backend = adapter.get_info().backend;
+            let index = counts.entry(backend).or_default();
+            let name = format!("{backend}:{index}");
+            *index += 1;
+            (name, adapter)
+        })
+        .collect()
+}
+
+/// Real GPUs before virtual ones; software rasterisers only when they are named.
+fn rank(info: &wgpu::AdapterInfo) -> Option<u8> {
+    match info.device_type {
+        wgpu::DeviceType::DiscreteGpu => Some(0),
+        wgpu::DeviceType::IntegratedGpu => Some(1),
+        wgpu::DeviceType::VirtualGpu => Some(2),
+        wgpu::DeviceType::Other => Some(3),
+        wgpu::DeviceType::Cpu => None,
+    }
+}
+
+/// The adapter that `choice` means.
+///
+/// # Errors
+///
+/// [`DeviceError::Unfit`] with the adapters that there are.
+pub fn find(choice: &DeviceChoice) -> Result<Found, DeviceError> {
+    let all = adapters();
+    let seen: Vec<String> = all.iter().map(|(name, a)| format!("{name} {}", a.get_info().name)).collect();
+    let found = match choice {
+        DeviceChoice::Auto => (all.into_iter())
+            .filter_map(|(_, adapter)| Some((rank(&adapter.get_info())?, adapter)))
+            .min_by_key(|(rank, _)| *rank)
+            .map(|(_, adapter)| adapter),
+        DeviceChoice::Cpu => None,
+        DeviceChoice::Adapter(wanted) => {
+            let wanted = wanted.to_lowercase();
+            (all.into_iter())
+                .find(|(name, a)| *name == wanted || a.get_info().name.to_lowercase().contains(&wanted))
+                .map(|(_, adapter)| adapter)
+        }
+    };
+    found.map(|adapter| Found { adapter }).ok_or_else(|| DeviceError::Unfit {
+        why: format!("no adapter for {choice:?}; there are: {}", if seen.is_empty() { "none".into() } else { seen.join(", ") }),
+    })
+}
+
+impl Found {
+    /// Its facts.
+    #[must_use]
+    pub fn info(&self) -> wgpu::AdapterInfo {
+        self.adapter.get_info()
+    }
+
+    /// Opens it. `team` overrules the variant that its facts suggest; for tests.
+    ///
+    /// # Errors
+    ///
+    /// [`DeviceError::Unfit`] where it refuses.
+    pub fn open(self, team: Option<Team>, cooperative: bool) -> Result<Context, DeviceError> {
+        use wgpu::Features;
+        let info = self.adapter.get_info();
+        let offered = self.adapter.features();
+        let limits = self.adapter.limits();
+        let team = team.unwrap_or_else(|| team_of(&info, offered));
+        let cooperative = cooperative
+            && offered.contains(Features::EXPERIMENTAL_COOPERATIVE_MATRIX | Features::SHADER_F16)
+            && team == Team::Subgroup32
+            && self.adapter.cooperative_matrix_properties().iter().any(|p| {
+                (p.m_size, p.n_size, p.k_size) == (16, 16, 16)
+                    && p.ab_type == wgpu::CooperativeScalarType::F16
+                    && p.cr_type == wgpu::CooperativeScalarType::F32
+            });
+        let stamps = Features::TIMESTAMP_QUERY | Features::TIMESTAMP_QUERY_INSIDE_PASSES;
+        let mut wanted = offered & (stamps | Features::PIPELINE_CACHE);
+        if team != Team::None {
+            wanted |= Features::SUBGROUP;
+        }
+        if cooperative {
+            wanted |= Features::EXPERIMENTAL_COOPERATIVE_MATRIX | Features::SHADER_F16;
+        }
+        let descriptor = wgpu::DeviceDescriptor {
+            label: Some("riparian"),
+            required_features: wanted,
+            required_limits: limits.clone(),
+            experimental_features: if cooperative {
+                super::super::trusted::experimental()
+            } else {
+                wgpu::ExperimentalFeatures::disabled()
+            },
+            memory_hints: wgpu::MemoryHints::Performance,
+            trace: wgpu::Trace::Off,
+        };
+        let (device, queue) = pollster::block_on(self.adapter.request_device(&descriptor))
+            .map_err(|e| DeviceError::Unfit { why: format!("{} refused a device: {e}", info.name) })?;
+        let lost = std::sync::Arc::new(std::sync::OnceLock::new());
+        let (seen, failed) = (lost.clone(), lost.clone());
+        device.set_device_lost_callback(move |reason, why| {
+            let _ = seen.set(format!("{reason:?}: {why}"));
+        });
+        // an error nobody scoped would panic by default; here it ends the device, and the session moves to the host
+        device.on_uncaptured_error(std::sync::Arc::new(move |error: wgpu::Error| {
+            tracing::error!(%error, "the device refused a command");
+            let _ = failed.set(error.to_string());
+        }));
+        let timestamps = wanted.contains(stamps);
+        Ok(Context { device, queue, info, limits, team, cooperative, timestamps, lost })
+    }
+}
+
+fn team_of(info: &wgpu::AdapterInfo, offered: wgpu::Features) -> Team {
+    if !offered.contains(wgpu::Features::SUBGROUP) || info.subgroup_min_size < 4 || info.subgroup_max_size > 128 {
+        Team::None
+    } else if (info.subgroup_min_size, info.subgroup_max_size) == (32, 32) {
+        Team::Subgroup32
+    } else {
+        Team::Subgroup
+    }
+}
