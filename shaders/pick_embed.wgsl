@@ -110,6 +110,6 @@ fn main(ids: Ids) {
                 }
             }
         }
-        control.batch += 1u;
+        control.batch += flight.ends;
     }
 }

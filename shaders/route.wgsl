@@ -49,15 +49,7 @@ fn main(ids: Ids) {
     }
     if (thread(ids) == 0u) {
         routes[at] = union_count;
-        var missing = false;
-        for (var u = 0u; u < union_count; u++) {
-            missing = missing || map[params.map + chosen[u]] == 0xffffffffu;
-        }
-        if (missing) {
-            control.stop_flight = flight.flight;
-            control.stop_point = vec2<u32>(control.batch, 2u * params.layer);
-            control.stop = STOP_MISS;
-        }
+        halt_missing();
     }
     for (var r = thread(ids); r < ROWS; r += WG) {
         if (first + r < flight.rows) {

@@ -40,12 +40,14 @@ struct Flight {
     accept: u32,
     // rows the batch consumes; more than `rows` where only the last of them gets this far
     advance: u32,
-    pad: u32,
+    // 1: the batch ends with these rows
+    ends: u32,
 }
 
 const STOP_MISS: u32 = 1u;
 const STOP_SHORT: u32 = 2u;
 const STOP_END: u32 = 3u;
 const STOP_NOT_FINITE: u32 = 4u;
+const STOP_RETIRED: u32 = 5u;
 
 @group(0) @binding(0) var<uniform> flight: Flight;

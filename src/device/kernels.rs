@@ -65,7 +65,7 @@ kernels! {
     /// The routed experts' down, the sum over the picks, and the residual.
     EXPERTS_DOWN "experts_down" [Uniform Read Uniform Read Read Read Read Read Read Write Write] twins ["matvec" "moe_sum"];
     /// A matrix over encoded activations.
-    PROJ_ACT "proj_act" [Uniform Read Uniform Read Read Read Read Write] twins ["matvec"];
+    PROJ_ACT "proj_act" [Uniform Read Uniform Read Read Read Read Write Read] twins ["matvec"];
     /// Convolution, scan and gate.
     SSM_STEP "ssm_step" [Uniform Read Uniform Read Read Write Write Write Write] twins ["conv_step" "ssm_step"];
     /// The projection that ends a block, with the residual.
@@ -76,13 +76,15 @@ kernels! {
     ATTN_MERGE "attn_merge" [Uniform Read Read Write] twins ["softmax_merge"];
     /// Logits, and the best of each workgroup.
     HEAD "head" [Uniform Read Uniform Read Read Read Write Write] twins ["rms_norm" "matvec" "argmax"];
+    /// Rows from the host.
+    TAKE_ROWS "take_rows" [Uniform Read Uniform Read Write] twins [];
     /// The step's id and its embedding.
     PICK_EMBED "pick_embed" [Uniform Write Uniform Read Read Read Write Write] twins ["argmax" "embed"];
 }
 
 commons! {
     "cells" "choose" "embed_bf16" "embed_f32" "embed_q8" "exact_bf16" "exact_f32" "guard" "guard_read" "guard_write"
-    "in_f32" "in_linear" "in_nibble" "none" "norm" "out_f32" "out_linear" "out_nibble" "own_miss" "products" "q4_f32"
+    "halt_missing" "halt_never"     "in_f32" "in_linear" "in_nibble" "none" "norm" "out_f32" "out_linear" "out_nibble" "own_miss" "products" "q4_f32"
     "q4_int8" "q4_side" "q8_f32" "q8_int8" "quantize" "routes" "rows_1" "rows_2" "rows_4" "sixteen"
     "source_group_norm" "source_plain" "staged" "team_none" "team_subgroup" "team_subgroup32" "vecs_f32" "vecs_int8"
     "vectors" "wide_1" "wide_2" "wide_4"
@@ -255,6 +257,8 @@ pub struct Choice {
     pub wide: usize,
     /// Whether a closing projection reads gated rows through the group norm.
     pub group_norm: bool,
+    /// Whether the bank holds every expert, so that a route never halts the slot.
+    pub full: bool,
 }
 
 impl Kernel {
@@ -276,7 +280,8 @@ impl Kernel {
         let input = choice.format.encoding(choice.int8);
         let mut commons = vec![choice.team.common(), "guard"];
         commons.push(match self.name {
-            "route" | "pick_embed" => "guard_write",
+            "pick_embed" => "guard_write",
+            "route" if !choice.full => "guard_write",
             _ => "guard_read",
         });
         let products = ["sixteen", "none", "quantize", "vectors", "products", rows, wide];
@@ -291,7 +296,9 @@ impl Kernel {
                 commons.extend(["norm", "staged", "cells", input.input(), choice.out.output()]);
                 commons.extend(choice.format.codec(input));
             }
-            "route" => commons.extend(["choose", "routes", rows]),
+            "route" => {
+                commons.extend(["choose", "routes", rows, if choice.full { "halt_never" } else { "halt_missing" }])
+            }
             "experts_up" => {
                 commons.extend(products);
                 commons.extend(["staged", "cells", "routes", "own_miss", input.input(), choice.out.output()]);
@@ -315,7 +322,7 @@ impl Kernel {
                 commons.extend(choice.format.codec(input));
             }
             "pick_embed" => commons.extend(["sixteen", "none", "vectors", choice.format.embed()]),
-            "attn_split" | "attn_merge" => {}
+            "attn_split" | "attn_merge" | "take_rows" => {}
             name => panic!("{name} has no variants"),
         }
         Variant { kernel: self.name, commons }
@@ -349,6 +356,16 @@ impl Variant {
         text
     }
 
+    /// Bindings of group 0, in order: the kernel's, but for a route that writes no stop.
+    #[must_use]
+    pub fn bindings(&self) -> Vec<Binding> {
+        let mut bindings = self.kernel().bindings.to_vec();
+        if self.commons.contains(&"guard_read") {
+            bindings[1] = Binding::Read;
+        }
+        bindings
+    }
+
     /// Its kernel.
     ///
     /// # Panics
@@ -374,7 +391,7 @@ mod tests {
                     for out in [Encoding::Linear, Encoding::Nibble, Encoding::F32] {
                         for (rows, wide) in [(1, 4), (4, 1), (2, 2)] {
                             let group_norm = rows != 2;
-                            all.push(Choice { team, format, int8, out, rows, wide, group_norm });
+                            all.push(Choice { team, format, int8, out, rows, wide, group_norm, full: !group_norm });
                         }
                     }
                 }
@@ -425,8 +442,8 @@ mod tests {
                     }
                     _ => Binding::Read,
                 };
-                let wanted = variant.kernel().bindings.get(at.binding as usize);
-                assert_eq!(wanted, Some(&seen), "{}: {:?}", variant.kernel, global.name);
+                let wanted = variant.bindings().get(at.binding as usize).copied();
+                assert_eq!(wanted, Some(seen), "{}: {:?}", variant.kernel, global.name);
             }
         }
     }

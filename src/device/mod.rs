@@ -21,6 +21,10 @@
 pub mod kernels;
 #[cfg(feature = "gpu")]
 pub mod params;
+#[cfg(feature = "gpu")]
+mod trusted;
+#[cfg(feature = "gpu")]
+pub mod wgpu;
 
 use std::fmt;
 use std::ops::Range;

@@ -50,8 +50,8 @@ params! {
         accept: u32,
         /// Rows the batch consumes.
         advance: u32,
-        /// Unused.
-        pad: u32,
+        /// 1: the batch ends with these rows.
+        ends: u32,
     }
 }
 
@@ -351,6 +351,20 @@ params! {
     }
 }
 
+params! {
+    /// `take_rows.wgsl`
+    TakeRows: "take_rows" "Params" {
+        /// The first of the given rows.
+        first: u32,
+        /// Unused.
+        pad_a: u32,
+        /// Unused.
+        pad_b: u32,
+        /// Unused.
+        pad_c: u32,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -366,6 +380,7 @@ mod tests {
             rows: 1,
             wide: 1,
             group_norm: true,
+            full: false,
         };
         let module = naga::front::wgsl::parse_str(&kernel.variant(&choice).source()).expect("parses");
         let (_, ty) = module
@@ -374,8 +389,7 @@ mod tests {
             .find(|(_, ty)| ty.name.as_deref() == Some(P::STRUCT))
             .unwrap_or_else(|| panic!("{} has no {}", P::KERNEL, P::STRUCT));
         let naga::TypeInner::Struct { members, span } = &ty.inner else { panic!("{} is no struct", P::STRUCT) };
-        let seen: Vec<_> =
-            members.iter().map(|m| (m.name.as_deref().expect("a name"), m.offset as usize)).collect();
+        let seen: Vec<_> = members.iter().map(|m| (m.name.as_deref().expect("a name"), m.offset as usize)).collect();
         assert_eq!(seen, P::FIELDS, "{} {}", P::KERNEL, P::STRUCT);
         assert_eq!(*span as usize, size_of::<P>(), "{} {}", P::KERNEL, P::STRUCT);
     }
@@ -396,5 +410,6 @@ mod tests {
         compare::<AttnSplit>();
         compare::<Head>();
         compare::<PickEmbed>();
+        compare::<TakeRows>();
     }
 }

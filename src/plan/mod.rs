@@ -1,4 +1,4 @@
 //! What to run and where it lies, as plain data: no channel, clock, thread or device.
 
-pub mod residency;
 pub mod record;
+pub mod residency;

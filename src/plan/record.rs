@@ -25,6 +25,8 @@ pub enum Name {
     Embedding(u16),
     /// Where every expert of every layer lies.
     Map,
+    /// Rows from the host.
+    Given,
     /// The residual rows.
     X,
     /// What the opening projection of a block makes.
@@ -43,10 +45,10 @@ pub enum Name {
     PickAct,
     /// Their scales.
     PickScale,
-    /// What the route left.
-    Routes,
-    /// The shared expert's output.
-    SharedOut,
+    /// What the layer's route left. A buffer a layer, so that a dispatch beside it is not made to wait.
+    Routes(LayerIx),
+    /// The layer's shared expert's output. A buffer a layer, for the same reason.
+    SharedOut(LayerIx),
     /// A layer's sum without residual and missing experts.
     Partial,
     /// Parts of an attention.
@@ -124,6 +126,8 @@ pub struct Dispatch {
     pub grid: Grid,
     /// What it belongs to.
     pub section: Section,
+    /// The block it computes; `None` for the head.
+    pub block: Option<BlockIx>,
 }
 
 /// A batch's dispatches, in order.
@@ -152,7 +156,7 @@ impl<P: PartialEq> Plan<P> {
         &mut self,
         pipeline: P,
         class: DispatchClass,
-        section: Section,
+        (section, block): (Section, Option<BlockIx>),
         params: &[u8],
         buffers: &[Name],
         grid: Grid,
@@ -167,6 +171,6 @@ impl<P: PartialEq> Plan<P> {
             self.uniforms.resize(self.uniforms.len().next_multiple_of(Self::ALIGN), 0);
             at
         });
-        self.dispatches.push(Dispatch { pipeline, class, params, buffers: buffers.to_vec(), grid, section });
+        self.dispatches.push(Dispatch { pipeline, class, params, buffers: buffers.to_vec(), grid, section, block });
     }
 }

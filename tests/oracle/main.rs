@@ -9,6 +9,8 @@ mod case;
 mod checkpoint;
 #[path = "../common/mod.rs"]
 mod common;
+#[cfg(feature = "gpu")]
+mod gpu;
 mod harness;
 mod host;
 mod int8;

@@ -86,7 +86,10 @@ pub fn find(choice: &DeviceChoice) -> Result<Found, DeviceError> {
         }
     };
     found.map(|adapter| Found { adapter }).ok_or_else(|| DeviceError::Unfit {
-        why: format!("no adapter for {choice:?}; there are: {}", if seen.is_empty() { "none".into() } else { seen.join(", ") }),
+        why: format!(
+            "no adapter for {choice:?}; there are: {}",
+            if seen.is_empty() { "none".into() } else { seen.join(", ") }
+        ),
     })
 }
 

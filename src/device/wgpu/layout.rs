@@ -98,7 +98,9 @@ pub fn codes(matrix: &Matrix, first: usize, rows: usize) -> Cow<'_, [u8]> {
         Codec::F16 => {
             let mut out = Vec::with_capacity(4 * rows * wide);
             for halves in matrix.payload()[2 * first * cols..2 * (first + rows) * cols].chunks_exact(2 * cols) {
-                out.extend(halves.chunks_exact(2).flat_map(|h| f16::from_le_bytes([h[0], h[1]]).to_f32().to_le_bytes()));
+                out.extend(
+                    halves.chunks_exact(2).flat_map(|h| f16::from_le_bytes([h[0], h[1]]).to_f32().to_le_bytes()),
+                );
                 out.resize(out.len() + 4 * (wide - cols), 0);
             }
             return Cow::Owned(out);

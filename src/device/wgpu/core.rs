@@ -1,0 +1,200 @@
+//! What both halves of the device are made from: weights, plans, slots; and the encoding of plans.
+
+use std::sync::Arc;
+
+use super::super::kernels::{Choice, Encoding, Format, TAKE_ROWS};
+use super::super::params;
+use super::adapter::Context;
+use super::decode::{Frame, key, record};
+use super::layout::padded;
+use super::pipelines::{Key, Pipeline, Pipelines};
+use super::slot::{Sizes, Slot};
+use super::upload::buffer;
+use super::weights::Weights;
+use crate::device::DeviceError;
+use crate::knobs::{Activations, DispatchClass};
+use crate::model::geometry::Geometry;
+use crate::model::weights::DecoderWeights;
+use crate::plan::record::{Dispatch, Grid, Name, Plan, Section};
+
+/// A plan with its pipelines and uniform structs on the device.
+#[derive(Debug)]
+pub struct Ready {
+    /// The record.
+    pub plan: Plan<Key>,
+    /// As the plan numbers them.
+    pub pipelines: Vec<Arc<Pipeline>>,
+    /// The plan's uniform structs.
+    pub uniforms: wgpu::Buffer,
+}
+
+impl Ready {
+    /// Builds what a plan needs.
+    ///
+    /// # Errors
+    ///
+    /// [`DeviceError`] where the driver refuses a pipeline or a buffer.
+    pub fn new(context: &Context, pipelines: &mut Pipelines, plan: Plan<Key>) -> Result<Self, DeviceError> {
+        let made = plan.pipelines.iter().map(|key| pipelines.get(context, key)).collect::<Result<_, _>>()?;
+        let usage = wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::COPY_DST;
+        let uniforms = buffer(context, "params", plan.uniforms.len() as u64, usage)?;
+        if !plan.uniforms.is_empty() {
+            context.queue.write_buffer(&uniforms, 0, &plan.uniforms);
+        }
+        Ok(Self { plan, pipelines: made, uniforms })
+    }
+
+    /// Encodes the dispatches of which `wanted` holds, in order, into one pass. `stamp` is called before each and after
+    /// the last.
+    pub fn encode(
+        &self,
+        pass: &mut wgpu::ComputePass<'_>,
+        groups: &[wgpu::BindGroup],
+        rows: u32,
+        wanted: impl Fn(&Dispatch) -> bool,
+        mut stamp: impl FnMut(&mut wgpu::ComputePass<'_>, Option<DispatchClass>),
+    ) {
+        let mut bound = usize::MAX;
+        for (dispatch, group) in self.plan.dispatches.iter().zip(groups) {
+            if !wanted(dispatch) {
+                continue;
+            }
+            stamp(pass, Some(dispatch.class));
+            if bound != dispatch.pipeline {
+                pass.set_pipeline(&self.pipelines[dispatch.pipeline].pipeline);
+                bound = dispatch.pipeline;
+            }
+            pass.set_bind_group(0, group, &[]);
+            let [x, y, z] = dispatch.grid.groups(rows);
+            pass.dispatch_workgroups(x, y, z);
+        }
+        stamp(pass, None);
+    }
+}
+
+/// A slot with its bind groups.
+#[derive(Debug)]
+pub struct Bound {
+    /// The buffers.
+    pub slot: Slot,
+    /// For [`Core::step`].
+    pub step: Vec<wgpu::BindGroup>,
+    /// For [`Core::take`].
+    pub take: Vec<wgpu::BindGroup>,
+}
+
+/// Everything on the device.
+#[derive(Debug)]
+pub struct Core {
+    /// The device.
+    pub context: Arc<Context>,
+    /// The model's shapes.
+    pub geometry: Geometry,
+    /// Its weights.
+    pub weights: Weights,
+    /// A step of one row.
+    pub step: Ready,
+    /// Row `i` of the given ones becomes the residual's only row: dispatch `i`.
+    pub take: Ready,
+    /// Sessions.
+    pub slots: Vec<Bound>,
+    /// What they are sized by.
+    pub sizes: Sizes,
+    /// Arithmetic.
+    pub activations: Activations,
+}
+
+/// How the device is opened.
+#[derive(Clone, Copy, Debug)]
+pub struct Setup {
+    /// Arithmetic.
+    pub activations: Activations,
+    /// KV positions of a slot.
+    pub positions: usize,
+    /// Sessions at a time.
+    pub slots: usize,
+    /// Rows of a prefill pass at most.
+    pub pass_rows: usize,
+    /// Staging of the upload.
+    pub window_bytes: u64,
+    /// Whether logits are kept for reading.
+    pub keep_logits: bool,
+}
+
+impl Core {
+    /// Uploads a model and builds its plans.
+    ///
+    /// # Errors
+    ///
+    /// [`DeviceError`].
+    pub fn new(
+        context: Arc<Context>,
+        geometry: &Geometry,
+        decoder: &DecoderWeights,
+        setup: &Setup,
+        progress: super::weights::Progress<'_>,
+    ) -> Result<Self, DeviceError> {
+        super::contract::check(geometry, &context)?;
+        let experts = geometry.moe.map_or(0, |moe| moe.experts);
+        let residents: Vec<Vec<_>> =
+            (0..geometry.decoder_layers()).map(|_| (0..experts).map(crate::ids::ExpertIx::from).collect()).collect();
+        let weights = Weights::upload(&context, setup.window_bytes, geometry, decoder, &residents, progress)?;
+        let mut pipelines = Pipelines::new(&context, None);
+        let frame = Frame {
+            geometry,
+            weights: &weights,
+            team: context.team,
+            activations: setup.activations,
+            rows: 1,
+            snapshots: 1,
+            full: true,
+            keep_logits: setup.keep_logits,
+        };
+        let step = Ready::new(&context, &mut pipelines, record(frame))?;
+        let take = Ready::new(&context, &mut pipelines, take_plan(&context, padded(geometry.hidden), setup.pass_rows))?;
+        let sizes = Sizes { positions: setup.positions, snapshots: 1, given: setup.pass_rows };
+        let mut slots = Vec::new();
+        for _ in 0..setup.slots {
+            let slot = Slot::new(&context, geometry, &weights, sizes)?;
+            let step = slot.bind(&context, &weights, &step.plan, &step.pipelines, &step.uniforms, Name::Flight);
+            let take = slot.bind(&context, &weights, &take.plan, &take.pipelines, &take.uniforms, Name::Flight);
+            slots.push(Bound { slot, step, take });
+        }
+        Ok(Self {
+            context,
+            geometry: geometry.clone(),
+            weights,
+            step,
+            take,
+            slots,
+            sizes,
+            activations: setup.activations,
+        })
+    }
+}
+
+fn take_plan(context: &Context, cols: usize, rows: usize) -> Plan<Key> {
+    let choice = Choice {
+        team: context.team,
+        format: Format::F32,
+        int8: false,
+        out: Encoding::F32,
+        rows: 1,
+        wide: 1,
+        group_norm: false,
+        full: true,
+    };
+    let mut plan = Plan::default();
+    for first in 0..rows as u32 {
+        let params = params::TakeRows { first, ..params::TakeRows::default() };
+        plan.push(
+            key(&TAKE_ROWS, &choice, &[("COLS", cols)], &[]),
+            DispatchClass::Final,
+            (Section::Accept, None),
+            bytemuck::bytes_of(&params),
+            &[Name::Control, Name::Given, Name::X],
+            Grid::Fixed([1, 1, 1]),
+        );
+    }
+    plan
+}

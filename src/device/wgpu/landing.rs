@@ -1,0 +1,278 @@
+//! Readback's half: waits for copies to staging buffers and reads them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Instant;
+
+use parking_lot::Mutex;
+
+use super::super::params::Control;
+use super::adapter::Context;
+use super::core::Core;
+use super::decode::{OUT_ROOM, RING};
+use super::upload::buffer;
+use crate::device::{
+    DeviceError, Landing, Landings, Out, Phase, Point, Record, Seed, Stamp, Stop, StopKind, UploadStaging, Wait,
+};
+use crate::ids::{BlockIx, FlightId, LayerIx, Position, TokenId, Turn};
+use crate::model::geometry::{BlockKind, Geometry};
+use crate::model::state::{BlockState, KvState, MambaState, SequenceState};
+
+/// `stop` words, as `guard.wgsl` has them.
+pub mod stop {
+    /// A pick has no place.
+    pub const MISS: u32 = 1;
+    /// A draft was refused.
+    pub const SHORT: u32 = 2;
+    /// An end id or the limit.
+    pub const END: u32 = 3;
+    /// No finite logit.
+    pub const NOT_FINITE: u32 = 4;
+    /// The session is over.
+    pub const RETIRED: u32 = 5;
+}
+
+/// Bytes of a record: the slot's words, then the ids.
+pub const RECORD_BYTES: u64 = (size_of::<Control>() + 4 * OUT_ROOM) as u64;
+
+const WAITING: u8 = 0;
+const MAPPED: u8 = 1;
+const FAILED: u8 = 2;
+
+/// What was copied.
+#[derive(Clone, Debug)]
+pub enum Copied {
+    /// A slot's record for a flight.
+    Record(Stamp),
+    /// A slot's state with room for so many positions.
+    State(usize),
+    /// Logits.
+    Logits(usize),
+}
+
+#[derive(Debug)]
+struct Pending {
+    buffer: wgpu::Buffer,
+    copied: Copied,
+    submission: wgpu::SubmissionIndex,
+    flag: Arc<AtomicU8>,
+}
+
+/// What both halves know of staging.
+#[derive(Debug)]
+pub struct Shared {
+    context: Arc<Context>,
+    geometry: Geometry,
+    /// One a staging buffer, for records.
+    records: Vec<wgpu::Buffer>,
+    pending: Mutex<Vec<Option<Pending>>>,
+}
+
+impl Shared {
+    /// Makes the staging buffers.
+    ///
+    /// # Errors
+    ///
+    /// [`DeviceError::OutOfMemory`].
+    pub fn new(context: Arc<Context>, geometry: &Geometry, _core: &Core, staging: usize) -> Result<Self, DeviceError> {
+        let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
+        let records =
+            (0..staging).map(|_| buffer(&context, "record", RECORD_BYTES, usage)).collect::<Result<_, _>>()?;
+        let pending = Mutex::new((0..staging).map(|_| None).collect());
+        Ok(Self { context, geometry: geometry.clone(), records, pending })
+    }
+
+    /// The staging buffer for a record.
+    #[must_use]
+    pub fn record(&self, staging: usize) -> &wgpu::Buffer {
+        &self.records[staging]
+    }
+
+    /// Maps `buffer` once `submission` is done and keeps it for whoever waits.
+    ///
+    /// # Panics
+    ///
+    /// If the staging buffer is in use: its owner takes every landing before it names it again.
+    pub fn expect(&self, staging: usize, buffer: wgpu::Buffer, copied: Copied, submission: wgpu::SubmissionIndex) {
+        let flag = Arc::new(AtomicU8::new(WAITING));
+        let seen = flag.clone();
+        buffer.map_async(wgpu::MapMode::Read, .., move |mapped| {
+            seen.store(if mapped.is_ok() { MAPPED } else { FAILED }, Ordering::Release);
+        });
+        let before = self.pending.lock()[staging].replace(Pending { buffer, copied, submission, flag });
+        assert!(before.is_none(), "staging buffer {staging} is still in use");
+    }
+
+    fn lost(&self) -> Option<DeviceError> {
+        self.context.lost.get().map(|why| DeviceError::Lost { why: why.clone() })
+    }
+
+    fn take(&self, staging: usize) -> Result<Option<Landing>, DeviceError> {
+        let mut pending = self.pending.lock();
+        let Some(waiting) = &pending[staging] else {
+            panic!("nothing was queued for staging buffer {staging}");
+        };
+        match waiting.flag.load(Ordering::Acquire) {
+            WAITING => Ok(None),
+            MAPPED => {
+                let waiting = pending[staging].take().expect("seen above");
+                drop(pending);
+                let landing = {
+                    let view =
+                        (waiting.buffer.get_mapped_range(..)).map_err(|e| DeviceError::Lost { why: e.to_string() })?;
+                    self.read(&waiting.copied, &view)
+                };
+                waiting.buffer.unmap();
+                Ok(Some(landing))
+            }
+            _ => Err(self.lost().unwrap_or_else(|| DeviceError::Lost { why: "a staging buffer did not map".into() })),
+        }
+    }
+
+    fn read(&self, copied: &Copied, bytes: &[u8]) -> Landing {
+        match copied {
+            Copied::Record(stamp) => Landing::Record(Box::new(self.record_of(*stamp, bytes))),
+            Copied::State(positions) => Landing::State(Box::new(self.state_of(bytes, *positions))),
+            Copied::Logits(vocab) => Landing::Logits(bytemuck::pod_collect_to_vec(&bytes[..4 * vocab])),
+        }
+    }
+
+    fn record_of(&self, stamp: Stamp, bytes: &[u8]) -> Record {
+        let (head, ids) = bytes.split_at(size_of::<Control>());
+        let control: Control = bytemuck::pod_read_unaligned(head);
+        let ids: Vec<u32> = bytemuck::pod_collect_to_vec(&ids[..4 * (control.out_count as usize).min(OUT_ROOM)]);
+        let kind = match control.stop {
+            stop::MISS => Some(StopKind::Miss),
+            stop::SHORT => Some(StopKind::Short),
+            stop::END => Some(StopKind::End),
+            stop::NOT_FINITE => Some(StopKind::NotFinite(BlockIx::from(self.geometry.blocks.len() - 1))),
+            _ => None,
+        };
+        let [batch, at] = control.stop_point;
+        let point = Point {
+            batch,
+            layer: LayerIx((at / 2) as u16),
+            phase: if at % 2 == 1 { Phase::Sum } else { Phase::Route },
+        };
+        Record {
+            flight: stamp.flight,
+            out: Out {
+                flight: flight_of(control.out_flight),
+                ids: ids.into_iter().map(TokenId).collect(),
+                rounds: Vec::new(),
+                routed: Vec::new(),
+            },
+            stop: kind.map(|kind| Stop {
+                kind,
+                slot: stamp.slot,
+                turn: Turn(control.turn),
+                flight: flight_of(control.stop_flight),
+                point,
+            }),
+            missed: None,
+            busy: None,
+        }
+    }
+
+    fn state_of(&self, bytes: &[u8], room: usize) -> Seed {
+        let control: Control = bytemuck::pod_read_unaligned(&bytes[..size_of::<Control>()]);
+        let position = control.position as usize;
+        let floats: Vec<f32> = bytemuck::pod_collect_to_vec(&bytes[size_of::<Control>()..]);
+        let mut rest = floats.as_slice();
+        let mut next = |n: usize| {
+            let (some, more) = rest.split_at(n);
+            rest = more;
+            some
+        };
+        let mut state = SequenceState::new(&self.geometry);
+        state.position = Position(control.position);
+        for (i, kind) in self.geometry.blocks.iter().enumerate() {
+            match kind {
+                BlockKind::Mamba => {
+                    let g = self.geometry.mamba.as_ref().expect("checked on open");
+                    let (channels, taps) = (g.conv_channels(), g.d_conv);
+                    let ring = next(RING * channels);
+                    let mut conv = vec![0.0; g.conv_state_len()];
+                    for (j, cell) in conv.iter_mut().enumerate() {
+                        let (channel, back) = (j / (taps - 1), taps - 1 - j % (taps - 1));
+                        if position >= back {
+                            *cell = ring[(position - back) % RING * channels + channel];
+                        }
+                    }
+                    state.blocks[i] = BlockState::Mamba(MambaState { conv, ssm: next(g.ssm_state_len()).to_vec() });
+                }
+                BlockKind::Attention => {
+                    let width = self.geometry.attention.as_ref().expect("checked on open").kv_width();
+                    let mut kv = KvState::default();
+                    for row in next(room * 2 * width).chunks_exact(2 * width).take(position) {
+                        kv.k.extend_from_slice(&row[..width]);
+                        kv.v.extend_from_slice(&row[width..]);
+                    }
+                    state.blocks[i] = BlockState::Attention(kv);
+                }
+                BlockKind::Moe | BlockKind::Mlp => {}
+            }
+        }
+        Seed { state, hidden: Vec::new() }
+    }
+}
+
+fn flight_of([low, high]: [u32; 2]) -> FlightId {
+    FlightId(u64::from(high) << 32 | u64::from(low))
+}
+
+/// The half itself.
+#[derive(Debug)]
+pub struct GpuLandings {
+    shared: Arc<Shared>,
+}
+
+impl GpuLandings {
+    /// Waits for what `shared` knows of.
+    #[must_use]
+    pub fn new(shared: Arc<Shared>) -> Self {
+        Self { shared }
+    }
+}
+
+fn staging_of(wait: Wait) -> Option<usize> {
+    match wait {
+        Wait::Peek(s) | Wait::Land(s) | Wait::Read(s) => Some(s.0 as usize),
+        Wait::Upload(UploadStaging(_)) => None,
+    }
+}
+
+impl Landings for GpuLandings {
+    fn poll(&mut self, wait: Wait) -> Result<Option<Landing>, DeviceError> {
+        if let Some(lost) = self.shared.lost() {
+            return Err(lost);
+        }
+        let Some(staging) = staging_of(wait) else { return Ok(Some(Landing::Uploaded)) };
+        if let Err(e) = self.shared.context.device.poll(wgpu::PollType::Poll) {
+            return Err(DeviceError::Lost { why: e.to_string() });
+        }
+        self.shared.take(staging)
+    }
+
+    fn wait(&mut self, wait: Wait, deadline: Option<Instant>) -> Result<Landing, DeviceError> {
+        let begun = Instant::now();
+        loop {
+            if let Some(landing) = self.poll(wait)? {
+                return Ok(landing);
+            }
+            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                return Err(DeviceError::TimedOut { waited: begun.elapsed() });
+            }
+            // short waits, so that a lost device is seen even where its driver never returns
+            let most = std::time::Duration::from_secs(1);
+            let timeout = Some(left.map_or(most, |left| left.min(most)));
+            let submission =
+                staging_of(wait).and_then(|s| self.shared.pending.lock()[s].as_ref().map(|p| p.submission.clone()));
+            match self.shared.context.device.poll(wgpu::PollType::Wait { submission_index: submission, timeout }) {
+                Ok(_) | Err(wgpu::PollError::Timeout) => {}
+                Err(e) => return Err(DeviceError::Lost { why: e.to_string() }),
+            }
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! The wgpu device: kernels of `shaders/` over buffers of any adapter.
+//!
+//! `adapter` finds and opens one, `weights` uploads the model in the `layout`
+//! that the kernels read, `decode` records a step as data, `slot` holds a
+//! session's buffers and bind groups, `queue` encodes what the submitter
+//! appends, `landing` waits for what lands.
+//!
+//! Knows the model, the plan's records and the device trait; never an actor.
+
+pub mod adapter;
+pub mod contract;
+pub mod core;
+pub mod decode;
+pub mod landing;
+pub mod layout;
+pub mod pipelines;
+pub mod queue;
+pub mod slot;
+pub mod upload;
+pub mod weights;
+
+use std::sync::Arc;
+
+pub use adapter::{Context, find, list};
+pub use core::Setup;
+
+use super::{Device, DeviceError, DeviceKind, DraftAbility, Facts, Landings, Queue, UNLANDED_MAX};
+use crate::ids::ExpertIx;
+use crate::model::geometry::Geometry;
+use crate::model::weights::DecoderWeights;
+use landing::{GpuLandings, Shared};
+use queue::GpuQueue;
+
+/// The device, ready to decode.
+#[derive(Debug)]
+pub struct Gpu {
+    facts: Facts,
+    queue: GpuQueue,
+    landings: GpuLandings,
+}
+
+impl Gpu {
+    /// Uploads a model to the adapter behind `context`.
+    ///
+    /// # Errors
+    ///
+    /// [`DeviceError`]: the model does not fit the kernels or the memory, or the device was lost.
+    pub fn open(
+        context: Context,
+        geometry: &Geometry,
+        decoder: &DecoderWeights,
+        setup: &Setup,
+        progress: weights::Progress<'_>,
+    ) -> Result<Self, DeviceError> {
+        let context = Arc::new(context);
+        let core = core::Core::new(context.clone(), geometry, decoder, setup, progress)?;
+        let facts = Facts {
+            name: format!("{} ({}, {})", context.info.name, context.info.backend, context.team),
+            kind: DeviceKind::Gpu,
+            activations: setup.activations,
+            slots: setup.slots,
+            kv_positions: setup.positions,
+            hidden: geometry.hidden,
+            layers: geometry.decoder_layers(),
+            experts: geometry.moe.filter(|_| geometry.decoder_layers() > 0).map_or(0, |moe| moe.experts),
+            top_k: geometry.moe.filter(|_| geometry.decoder_layers() > 0).map_or(0, |moe| moe.top_k),
+            expert_width: geometry.hidden,
+            residents: core
+                .weights
+                .banks
+                .iter()
+                .map(|bank| bank.residents.clone())
+                .collect::<Vec<Vec<Option<ExpertIx>>>>(),
+            spare_place: false,
+            prefill_rows: setup.pass_rows,
+            verify_rows: 1,
+            drafts: DraftAbility::None,
+            staging: UNLANDED_MAX + 4,
+            upload_staging: 1,
+            landing_deadline: Some(std::time::Duration::from_secs(30)),
+        };
+        let shared = Arc::new(Shared::new(context, geometry, &core, facts.staging)?);
+        let queue = GpuQueue::new(core, shared.clone());
+        Ok(Self { facts, queue, landings: GpuLandings::new(shared) })
+    }
+
+    /// The encoder of plans, to profile it. For benches.
+    pub fn queue(&mut self) -> &mut GpuQueue {
+        &mut self.queue
+    }
+}
+
+impl Gpu {
+    /// Readback's half. For tests.
+    pub fn landings(&mut self) -> &mut GpuLandings {
+        &mut self.landings
+    }
+}
+
+impl Device for Gpu {
+    fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    fn split(self: Box<Self>) -> (Box<dyn Queue>, Box<dyn Landings>) {
+        (Box::new(self.queue), Box::new(self.landings))
+    }
+}

@@ -1,0 +1,428 @@
+//! The submitter's half: items become command buffers, in order.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::super::params::{Control, Flight};
+use super::core::Core;
+use super::decode::RING;
+use super::landing::{Copied, RECORD_BYTES, Shared, stop};
+use super::layout::padded;
+use super::upload::buffer;
+use crate::device::{DeviceError, Item, Pass, Phase, Point, Queue, Read, Run, Seed, Stamp, Work};
+use crate::ids::{Position, SlotIx, TokenId, Turn};
+use crate::knobs::DispatchClass;
+use crate::model::geometry::BlockKind;
+use crate::model::state::BlockState;
+use crate::plan::record::{Dispatch, Name, Section};
+
+/// The half itself.
+#[derive(Debug)]
+pub struct GpuQueue {
+    core: Core,
+    shared: Arc<Shared>,
+    /// Encoded and not submitted.
+    ready: Vec<wgpu::CommandBuffer>,
+    /// Positions that a slot may have reached, by slot.
+    reach: Vec<usize>,
+}
+
+/// Where a section stands in its batch.
+fn order(section: Section, layers: usize) -> usize {
+    match section {
+        Section::Route(layer) => 3 * layer.index(),
+        Section::Experts(layer) => 3 * layer.index() + 1,
+        Section::Sum(layer) => 3 * layer.index() + 2,
+        Section::Accept => 3 * layers,
+    }
+}
+
+fn order_of(point: Point) -> usize {
+    3 * point.layer.index() + if point.phase == Phase::Sum { 2 } else { 0 }
+}
+
+impl GpuQueue {
+    /// A queue over a model's core.
+    #[must_use]
+    pub fn new(core: Core, shared: Arc<Shared>) -> Self {
+        let reach = vec![0; core.slots.len()];
+        Self { core, shared, ready: Vec::new(), reach }
+    }
+
+    /// What it is made of.
+    #[must_use]
+    pub fn core(&self) -> &Core {
+        &self.core
+    }
+
+    fn encoder(&self) -> wgpu::CommandEncoder {
+        self.core.context.device.create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("flight") })
+    }
+
+    fn submit(&mut self) -> wgpu::SubmissionIndex {
+        self.core.context.queue.submit(self.ready.drain(..))
+    }
+
+    /// Writes a slot's buffer after everything before it.
+    fn write(&mut self, slot: SlotIx, name: Name, offset: u64, bytes: &[u8]) {
+        if !self.ready.is_empty() {
+            self.submit();
+        }
+        let to = self.core.slots[slot.index()].slot.buffer(name);
+        self.core.context.queue.write_buffer(to, offset, bytes);
+    }
+
+    fn start(&mut self, slot: SlotIx, turn: Turn, eos: &[TokenId], seed: Option<&Seed>) -> Result<(), DeviceError> {
+        let mut control = Control { turn: turn.0, eos_count: eos.len() as u32, ..Control::default() };
+        if eos.len() > control.eos.len() {
+            return Err(DeviceError::Unfit { why: format!("{} end ids, of {}", eos.len(), control.eos.len()) });
+        }
+        for (cell, id) in control.eos.iter_mut().zip(eos) {
+            *cell = id.0;
+        }
+        let mut encoder = self.encoder();
+        let core = &self.core;
+        for (_, state) in core.slots[slot.index()].slot.states(&core.geometry) {
+            encoder.clear_buffer(state, 0, None);
+        }
+        self.ready.push(encoder.finish());
+        self.reach[slot.index()] = 0;
+        if let Some(seed) = seed {
+            control.position = seed.state.position.0;
+            self.reach[slot.index()] = seed.state.position.index();
+            self.seed(slot, seed);
+        }
+        self.write(slot, Name::Control, 0, bytemuck::bytes_of(&control));
+        Ok(())
+    }
+
+    fn seed(&mut self, slot: SlotIx, seed: &Seed) {
+        let geometry = self.core.geometry.clone();
+        let position = seed.state.position.index();
+        for (block, state) in seed.state.blocks.iter().enumerate() {
+            let block = crate::ids::BlockIx::from(block);
+            match state {
+                BlockState::Mamba(mamba) => {
+                    let g = geometry.mamba.as_ref().expect("checked on open");
+                    let (channels, taps) = (g.conv_channels(), g.d_conv);
+                    let mut ring = vec![0.0f32; RING * channels];
+                    for (j, cell) in mamba.conv.iter().enumerate() {
+                        let (channel, back) = (j / (taps - 1), taps - 1 - j % (taps - 1));
+                        if position >= back {
+                            ring[(position - back) % RING * channels + channel] = *cell;
+                        }
+                    }
+                    self.write(slot, Name::Ring(block), 0, bytemuck::cast_slice(&ring));
+                    self.write(slot, Name::State(block), 0, bytemuck::cast_slice(&mamba.ssm));
+                }
+                BlockState::Attention(kv) => {
+                    let width = geometry.attention.as_ref().expect("checked on open").kv_width();
+                    let mut rows = Vec::with_capacity(kv.k.len() * 2);
+                    for (k, v) in kv.k.chunks_exact(width).zip(kv.v.chunks_exact(width)) {
+                        rows.extend_from_slice(k);
+                        rows.extend_from_slice(v);
+                    }
+                    if !rows.is_empty() {
+                        self.write(slot, Name::Kv(block), 0, bytemuck::cast_slice(&rows));
+                    }
+                }
+                BlockState::None => {}
+            }
+        }
+    }
+
+    fn flight(&mut self, stamp: Stamp, limit: Position, rows: u32, advance: u32, accept: bool, ends: bool) {
+        let flight = Flight {
+            turn: stamp.turn.0,
+            rows,
+            flight: [stamp.flight.0 as u32, (stamp.flight.0 >> 32) as u32],
+            limit: limit.0,
+            accept: u32::from(accept),
+            advance,
+            ends: u32::from(ends),
+        };
+        self.write(stamp.slot, Name::Flight, 0, bytemuck::bytes_of(&flight));
+    }
+
+    fn run(&mut self, run: &Run) -> Result<(), DeviceError> {
+        let slot = run.stamp.slot;
+        match &run.work {
+            Work::Steps => {
+                self.flight(run.stamp, run.limit, 1, 1, true, true);
+                self.reach[slot.index()] += run.accepts() as usize;
+                self.batches(run, None);
+            }
+            Work::Prefill(pass) => self.prefill(run, pass),
+            Work::Verify(_) | Work::Rounds { .. } => {
+                return Err(DeviceError::Unfit { why: "drafts on a device that said it makes none".into() });
+            }
+        }
+        Ok(())
+    }
+
+    /// Row by row: the plan of a step, the rows taken from those given.
+    fn prefill(&mut self, run: &Run, pass: &Pass) {
+        let hidden = self.core.geometry.hidden;
+        let slot = run.stamp.slot;
+        let n = pass.rows.len() / hidden;
+        let given = super::layout::rows_padded(&pass.rows, hidden);
+        self.write(slot, Name::Given, 0, &given);
+        for row in 0..n {
+            let last = row + 1 == n;
+            if row == 0 || last {
+                self.flight(run.stamp, run.limit, 1, 1, last && pass.accept, last);
+            }
+            self.batches(run, Some(row));
+        }
+        self.reach[slot.index()] += n;
+        debug_assert!(given.len() <= 4 * self.core.sizes.given * padded(hidden));
+    }
+
+    /// Encodes the run's batches from its first point to its last. `row` is the given row that a batch begins with.
+    fn batches(&mut self, run: &Run, row: Option<usize>) {
+        let layers = self.core.weights.banks.len();
+        let end = 3 * layers + 1;
+        let mut peeks = run.peeks.iter().peekable();
+        for batch in run.from.batch..=run.to.batch {
+            let mut at = if batch == run.from.batch { order_of(run.from) } else { 0 };
+            let to = if batch == run.to.batch { order_of(run.to) } else { end };
+            while at < to {
+                let cut = peeks.next_if(|(point, _)| point.batch == batch);
+                let until = cut.map_or(to, |(point, _)| order_of(*point) + 1);
+                let mut encoder = self.encoder();
+                {
+                    let bound = &self.core.slots[run.stamp.slot.index()];
+                    let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+                    if at == 0
+                        && let Some(row) = row
+                    {
+                        let take = &self.core.take;
+                        pass.set_pipeline(&take.pipelines[0].pipeline);
+                        pass.set_bind_group(0, &bound.take[row], &[]);
+                        pass.dispatch_workgroups(1, 1, 1);
+                    }
+                    let wanted = |dispatch: &Dispatch| (at..until).contains(&order(dispatch.section, layers));
+                    self.core.step.encode(&mut pass, &bound.step, 1, wanted, |_, _| {});
+                }
+                self.ready.push(encoder.finish());
+                if let Some((_, staging)) = cut {
+                    self.land(run.stamp, staging.0 as usize);
+                }
+                at = until;
+            }
+        }
+    }
+
+    fn land(&mut self, stamp: Stamp, staging: usize) {
+        let mut encoder = self.encoder();
+        let slot = &self.core.slots[stamp.slot.index()].slot;
+        let to = self.shared.record(staging).clone();
+        let head = size_of::<Control>() as u64;
+        encoder.copy_buffer_to_buffer(slot.buffer(Name::Control), 0, &to, 0, head);
+        encoder.copy_buffer_to_buffer(slot.buffer(Name::Out), 0, &to, head, RECORD_BYTES - head);
+        self.ready.push(encoder.finish());
+        let submission = self.submit();
+        self.shared.expect(staging, to, Copied::Record(stamp), submission);
+    }
+
+    fn read(&mut self, slot: SlotIx, what: Read, staging: usize) -> Result<(), DeviceError> {
+        let geometry = self.core.geometry.clone();
+        let room = self.reach[slot.index()].min(self.core.sizes.positions);
+        let mut copies = Vec::new();
+        let copied = match what {
+            Read::Logits => {
+                copies.push((Name::Logits, 4 * geometry.vocab));
+                Copied::Logits(geometry.vocab)
+            }
+            Read::State => {
+                copies.push((Name::Control, size_of::<Control>()));
+                for (i, kind) in geometry.blocks.iter().enumerate() {
+                    let block = crate::ids::BlockIx::from(i);
+                    match kind {
+                        BlockKind::Mamba => {
+                            let g = geometry.mamba.as_ref().expect("checked on open");
+                            copies.push((Name::Ring(block), 4 * RING * g.conv_channels()));
+                            copies.push((Name::State(block), 4 * g.ssm_state_len()));
+                        }
+                        BlockKind::Attention => {
+                            let width = geometry.attention.as_ref().expect("checked on open").kv_width();
+                            copies.push((Name::Kv(block), 4 * room * 2 * width));
+                        }
+                        BlockKind::Moe | BlockKind::Mlp => {}
+                    }
+                }
+                Copied::State(room)
+            }
+        };
+        let bytes: usize = copies.iter().map(|(_, n)| n).sum();
+        let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
+        let to = buffer(&self.core.context, "read", bytes as u64, usage)?;
+        let mut encoder = self.encoder();
+        let mut at = 0;
+        for (name, n) in copies.iter().filter(|(_, n)| *n > 0) {
+            let part = self.core.slots[slot.index()].slot.buffer(*name);
+            encoder.copy_buffer_to_buffer(part, 0, &to, at, *n as u64);
+            at += *n as u64;
+        }
+        self.ready.push(encoder.finish());
+        let submission = self.submit();
+        self.shared.expect(staging, to, copied, submission);
+        Ok(())
+    }
+
+    fn item(&mut self, item: Item) -> Result<(), DeviceError> {
+        match item {
+            Item::Start { slot, turn, eos, seed, .. } => self.start(slot, turn, &eos, seed.as_deref())?,
+            Item::Retire { slot, turn } => {
+                let control = Control { turn: turn.0, stop: stop::RETIRED, ..Control::default() };
+                self.write(slot, Name::Control, 0, bytemuck::bytes_of(&control));
+            }
+            Item::Run(run) => self.run(&run)?,
+            Item::Land { stamp, staging } => self.land(stamp, staging.0 as usize),
+            Item::Read { slot, what, staging } => self.read(slot, what, staging.0 as usize)?,
+            Item::Upload { .. } | Item::Resume { .. } | Item::Fill { .. } => {
+                return Err(DeviceError::Unfit { why: "a miss on a device whose banks are full".into() });
+            }
+            Item::Rollback { .. } => {
+                return Err(DeviceError::Unfit { why: "a rollback on a device without drafts".into() });
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs one block alone over a row: the slot must be started, `position` is the row's. For tests.
+    ///
+    /// # Errors
+    ///
+    /// [`DeviceError`].
+    pub fn run_block(
+        &mut self,
+        slot: SlotIx,
+        block: crate::ids::BlockIx,
+        position: Position,
+        row: &[f32],
+    ) -> Result<Vec<f32>, DeviceError> {
+        let given = super::layout::rows_padded(row, row.len());
+        self.write(slot, Name::X, 0, &given);
+        self.set_position(slot, position);
+        self.write(slot, Name::Flight, 0, bytemuck::bytes_of(&Flight { rows: 1, ..Flight::default() }));
+        let mut encoder = self.encoder();
+        {
+            let bound = &self.core.slots[slot.index()];
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+            self.core.step.encode(&mut pass, &bound.step, 1, |dispatch| dispatch.block == Some(block), |_, _| {});
+        }
+        self.ready.push(encoder.finish());
+        self.words(slot, Name::X, row.len()).map(bytemuck::cast_vec)
+    }
+
+    /// Sets a slot's position, turn 0 and no stop. For tests.
+    pub fn set_position(&mut self, slot: SlotIx, position: Position) {
+        let control = Control { position: position.0, ..Control::default() };
+        self.write(slot, Name::Control, 0, bytemuck::bytes_of(&control));
+        self.reach[slot.index()] = position.index() + 1;
+    }
+
+    /// The first words of a slot's buffer. Waits for the device; for tests.
+    ///
+    /// # Errors
+    ///
+    /// [`DeviceError`].
+    pub fn words(&mut self, slot: SlotIx, name: Name, words: usize) -> Result<Vec<u32>, DeviceError> {
+        let context = self.core.context.clone();
+        let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
+        let read = buffer(&context, "words", 4 * words as u64, usage)?;
+        let mut encoder = self.encoder();
+        let from = self.core.slots[slot.index()].slot.buffer(name);
+        encoder.copy_buffer_to_buffer(from, 0, &read, 0, 4 * words as u64);
+        self.ready.push(encoder.finish());
+        let index = self.submit();
+        read.map_async(wgpu::MapMode::Read, .., |_| {});
+        let waited = context.device.poll(wgpu::PollType::Wait { submission_index: Some(index), timeout: None });
+        waited.map_err(|e| DeviceError::Lost { why: e.to_string() })?;
+        let view = read.get_mapped_range(..).map_err(|e| DeviceError::Lost { why: e.to_string() })?;
+        Ok(bytemuck::pod_collect_to_vec(&view[..4 * words]))
+    }
+
+    /// Runs one step of a slot with a timestamp before each dispatch and after the last: microseconds by class, and how
+    /// many dispatches each has. The slot's flight must be live. For benches.
+    ///
+    /// # Errors
+    ///
+    /// [`DeviceError`] where the adapter has no timestamps.
+    pub fn profile(&mut self, slot: SlotIx) -> Result<Vec<(DispatchClass, u32, Duration)>, DeviceError> {
+        let context = self.core.context.clone();
+        if !context.timestamps {
+            return Err(DeviceError::Unfit { why: "the adapter has no timestamps".into() });
+        }
+        let n = self.core.step.plan.dispatches.len() as u32 + 1;
+        let queries = context.device.create_query_set(&wgpu::QuerySetDescriptor {
+            label: Some("profile"),
+            ty: wgpu::QueryType::Timestamp,
+            count: n,
+        });
+        let resolve = buffer(
+            &context,
+            "stamps",
+            8 * u64::from(n),
+            wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC,
+        )?;
+        let read =
+            buffer(&context, "stamps", 8 * u64::from(n), wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST)?;
+        let mut classes = Vec::new();
+        let mut encoder = self.encoder();
+        {
+            let bound = &self.core.slots[slot.index()];
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+            let mut at = 0;
+            self.core.step.encode(
+                &mut pass,
+                &bound.step,
+                1,
+                |_| true,
+                |pass, class| {
+                    pass.write_timestamp(&queries, at);
+                    at += 1;
+                    classes.extend(class);
+                },
+            );
+        }
+        encoder.resolve_query_set(&queries, 0..n, &resolve, 0);
+        encoder.copy_buffer_to_buffer(&resolve, 0, &read, 0, 8 * u64::from(n));
+        self.ready.push(encoder.finish());
+        let index = self.submit();
+        read.map_async(wgpu::MapMode::Read, .., |_| {});
+        let waited = context.device.poll(wgpu::PollType::Wait { submission_index: Some(index), timeout: None });
+        waited.map_err(|e| DeviceError::Lost { why: e.to_string() })?;
+        let view = read.get_mapped_range(..).map_err(|e| DeviceError::Lost { why: e.to_string() })?;
+        let stamps: Vec<u64> = bytemuck::pod_collect_to_vec(&view[..8 * n as usize]);
+        let period = f64::from(context.queue.get_timestamp_period());
+        let mut out: Vec<(DispatchClass, u32, Duration)> = Vec::new();
+        for (class, pair) in classes.into_iter().zip(stamps.windows(2)) {
+            let took = Duration::from_secs_f64(pair[1].saturating_sub(pair[0]) as f64 * period * 1e-9);
+            match out.iter_mut().find(|(c, _, _)| *c == class) {
+                Some((_, count, sum)) => {
+                    *count += 1;
+                    *sum += took;
+                }
+                None => out.push((class, 1, took)),
+            }
+        }
+        Ok(out)
+    }
+}
+
+impl Queue for GpuQueue {
+    fn append(&mut self, items: Vec<Item>) -> Result<(), DeviceError> {
+        if let Some(why) = self.core.context.lost.get() {
+            return Err(DeviceError::Lost { why: why.clone() });
+        }
+        for item in items {
+            self.item(item)?;
+        }
+        if !self.ready.is_empty() {
+            self.submit();
+        }
+        Ok(())
+    }
+}
