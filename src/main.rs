@@ -1,3 +1,9 @@
-//! The command line.
+//! The command line: the one place for `anyhow`, stdout and exit codes.
 
-fn main() {}
+mod cli;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cli::run()
+}

@@ -1,0 +1,265 @@
+//! Arguments, and what every command shares: knobs, tracing, exit codes.
+//!
+//! Text and results go to stdout, everything else to stderr. Exit codes: 0
+//! when all went well, 1 when something failed, 2 when the command could not
+//! be understood (clap's own, and knobs that are not accepted).
+
+mod convert;
+mod doctor;
+mod info;
+mod progress;
+mod terminal;
+mod verify;
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use clap::{Args, Parser, Subcommand};
+use riparian::knobs::{KnobError, Knobs, Origin};
+use riparian::model::mmap::Access;
+use riparian::trace;
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
+use tracing_subscriber::{EnvFilter, Layer as _};
+
+use terminal::Terminal;
+
+/// Everything went well.
+const SUCCESS: u8 = 0;
+/// Something failed.
+const FAILURE: u8 = 1;
+/// The command could not be understood.
+const USAGE: u8 = 2;
+
+const EXAMPLES: &str = "\
+Examples:
+  riparian transcribe                                    the bundled model and a bundled recording
+  riparian transcribe model.cmf talk.wav call.flac       each recording's transcript, as it is made
+  riparian transcribe model.cmf *.wav --format json      a JSON line a recording
+  riparian generate model.cmf --prompt \"Why is the sky blue?\"
+  riparian convert checkpoint/ model.cmf --quant q4tp
+  riparian doctor                                        what this machine offers";
+
+/// A streaming runtime for Nemotron-H mixture-of-experts models.
+#[derive(Debug, Parser)]
+#[command(name = "riparian", version, after_help = EXAMPLES, max_term_width = 110)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    global: Global,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// A published checkpoint into a model file
+    Convert(convert::Convert),
+    /// What a model file holds and what a device would need for it
+    Info(info::Info),
+    /// Every hash of a model file
+    Verify(verify::Verify),
+    /// What this machine offers, and every knob with its value and source
+    Doctor(doctor::Doctor),
+}
+
+/// Flags of every command. Each knob has its environment variable; these override it.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Options of every command")]
+pub(crate) struct Global {
+    /// Where to decode: auto, cpu, backend:index (vulkan:0) or a part of an adapter's name
+    #[arg(long, global = true, value_name = "DEVICE")]
+    device: Option<String>,
+    /// Budget for routed experts on the device, in GB
+    #[arg(long, global = true, value_name = "GB")]
+    expert_gb: Option<String>,
+    /// Host threads
+    #[arg(long, global = true, value_name = "N")]
+    threads: Option<String>,
+    /// Activations of products with quantised matrices: f32 or int8
+    #[arg(long, global = true, value_name = "MODE")]
+    act: Option<String>,
+    /// Positions a session can hold
+    #[arg(long, global = true, value_name = "N")]
+    ctx: Option<String>,
+    /// Decode without drafts
+    #[arg(long, global = true)]
+    no_drafts: bool,
+    /// Any knob, by its variable with or without CMF_NEMO_ (riparian doctor lists them)
+    #[arg(long = "knob", global = true, value_name = "NAME=VALUE")]
+    knobs: Vec<String>,
+    /// Write a trace that Perfetto opens (https://ui.perfetto.dev)
+    #[arg(long, global = true, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// No progress and no notes, only results and errors
+    #[arg(long, short, global = true)]
+    quiet: bool,
+}
+
+impl Global {
+    /// The environment's knobs, then the flags'.
+    fn knobs(&self) -> Result<Knobs, Failure> {
+        let mut knobs = Knobs::from_env()?;
+        let mut set = |name: &str, value: &str| knobs.set(name, value, Origin::Flag);
+        for (name, value) in [
+            ("CMF_NEMO_DEVICE", &self.device),
+            ("CMF_NEMO_EXPERT_GB", &self.expert_gb),
+            ("CMF_NEMO_THREADS", &self.threads),
+            ("CMF_NEMO_ACT", &self.act),
+            ("CMF_NEMO_CTX", &self.ctx),
+        ] {
+            if let Some(value) = value {
+                set(name, value)?;
+            }
+        }
+        if self.no_drafts {
+            set("CMF_NEMO_MTP", "0")?;
+        }
+        for pair in &self.knobs {
+            let Some((name, value)) = pair.split_once('=') else {
+                return Err(Failure::usage(format!("--knob {pair:?} is not understood: it takes NAME=VALUE")));
+            };
+            let name = name.trim().to_ascii_uppercase();
+            let name = if name.starts_with("CMF_NEMO_") { name } else { format!("CMF_NEMO_{name}") };
+            set(&name, value)?;
+        }
+        Ok(knobs)
+    }
+}
+
+/// Why a command ends without success.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    code: u8,
+    error: anyhow::Error,
+}
+
+impl Failure {
+    /// The command could not be understood.
+    fn usage(message: impl Into<String>) -> Self {
+        Self { code: USAGE, error: anyhow::Error::msg(message.into()) }
+    }
+}
+
+impl From<KnobError> for Failure {
+    fn from(error: KnobError) -> Self {
+        Self { code: USAGE, error: error.into() }
+    }
+}
+
+impl From<anyhow::Error> for Failure {
+    fn from(error: anyhow::Error) -> Self {
+        Self { code: FAILURE, error }
+    }
+}
+
+/// What a command that ran to its end says: 0, or 1 when a part of it failed.
+type Outcome = Result<u8, Failure>;
+
+/// Reads the arguments, runs the command, tells how it went.
+pub(crate) fn run() -> ExitCode {
+    let Cli { command, global } = Cli::parse();
+    let mut terminal = Terminal::new(global.quiet);
+    let traced = global.trace.as_deref();
+    let outcome = watch(traced).map_err(Failure::from).and_then(|guard| {
+        let outcome = match command {
+            Command::Convert(command) => command.run(&global, &mut terminal),
+            Command::Info(command) => command.run(&global, &mut terminal),
+            Command::Verify(command) => command.run(&global, &mut terminal),
+            Command::Doctor(command) => command.run(&global, &mut terminal),
+        };
+        if let Some((guard, path)) = guard.zip(traced) {
+            guard.finish().with_context(|| format!("the trace {} is incomplete", path.display()))?;
+        }
+        outcome
+    });
+    match outcome {
+        Ok(code) => code.into(),
+        // Whoever read our output has enough of it; there is nothing to report, and nobody to report to.
+        Err(failure) if is_broken_pipe(&failure.error) => SUCCESS.into(),
+        Err(failure) => {
+            terminal.error(&failure.error);
+            failure.code.into()
+        }
+    }
+}
+
+/// Starts logging to stderr (`RUST_LOG`, warnings by default) and the trace, if one is wanted.
+fn watch(trace: Option<&Path>) -> anyhow::Result<Option<trace::TraceGuard>> {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("riparian=warn,error"));
+    let log = tracing_subscriber::fmt::layer().with_writer(io::stderr).with_target(false).without_time();
+    let registry = tracing_subscriber::registry().with(log.with_filter(filter));
+    match trace {
+        None => {
+            registry.init();
+            Ok(None)
+        }
+        Some(path) => {
+            let (layer, guard) =
+                trace::to_file(path).with_context(|| format!("cannot write the trace {}", path.display()))?;
+            registry.with(layer.with_filter(EnvFilter::new("riparian=trace"))).init();
+            Ok(Some(guard))
+        }
+    }
+}
+
+/// Threads for work that is no decoding.
+fn pool(knobs: &Knobs) -> anyhow::Result<rayon::ThreadPool> {
+    let threads = knobs.threads.map_or_else(riparian::host::physical_cores, |threads| threads as usize);
+    Ok(rayon::ThreadPoolBuilder::new().num_threads(threads).build()?)
+}
+
+/// How files are read (`CMF_NEMO_MMAP`).
+fn access(knobs: &Knobs) -> Access {
+    if knobs.mmap { Access::Mapped } else { Access::Memory }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let kinds = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
+    kinds.map(io::Error::kind).any(|kind| kind == io::ErrorKind::BrokenPipe)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn the_arguments_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn flags_override_knobs_and_say_so() {
+        let cli = Cli::parse_from([
+            "riparian",
+            "doctor",
+            "--act",
+            "f32",
+            "--knob",
+            "steps=4",
+            "--knob",
+            "CMF_NEMO_ADMIT=2",
+            "--no-drafts",
+        ]);
+        let knobs = cli.global.knobs().unwrap();
+        assert_eq!((knobs.steps, knobs.admit, knobs.mtp), (4, 2, false));
+        let flags = knobs.list().filter(|(.., origin)| *origin == Origin::Flag).count();
+        assert_eq!(flags, 4);
+    }
+
+    #[test]
+    fn a_bad_flag_is_a_misuse() {
+        for (flag, value, says) in [
+            ("--act", "f64", "CMF_NEMO_ACT"),
+            ("--threads", "0", "CMF_NEMO_THREADS"),
+            ("--knob", "steps", "NAME=VALUE"),
+            ("--knob", "stpes=4", "CMF_NEMO_STEPS"),
+        ] {
+            let failure = Cli::parse_from(["riparian", "doctor", flag, value]).global.knobs().unwrap_err();
+            assert_eq!(failure.code, USAGE);
+            assert!(failure.error.to_string().contains(says), "{}", failure.error);
+        }
+    }
+}

@@ -1,0 +1,24 @@
+//! Progress of long operations, drawn on stderr.
+//!
+//! Bars are hidden when stderr is no terminal or with `--quiet`: then nothing
+//! here writes a byte.
+
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::terminal::Terminal;
+
+/// Bytes of something, with speed and remaining time.
+pub(crate) fn bytes(terminal: &Terminal, what: &str) -> ProgressBar {
+    let style = "{msg:12} {wide_bar:.cyan/blue} {bytes:>11} of {total_bytes:11} {bytes_per_sec:>13} {eta:>4}";
+    begin(terminal, what, style)
+}
+
+fn begin(terminal: &Terminal, what: &str, template: &str) -> ProgressBar {
+    let style = ProgressStyle::with_template(template).expect("a template written here").progress_chars("━╸─");
+    let bar = ProgressBar::new(0).with_style(style).with_message(what.to_owned());
+    let bar = terminal.bars().add(bar);
+    bar.enable_steady_tick(Duration::from_millis(120));
+    bar
+}
