@@ -1,7 +1,7 @@
 //! The blocks, composed of the twins: `x + mixer(rms(x; norm))`.
 //!
 //! Each function takes one residual row `[hidden]` and adds its block to it,
-//! but for [`mamba_chunked`], which takes many rows at once to check the
+//! but for [`Frame::mamba_chunked`], which takes many rows at once to check the
 //! chunked scan. Source: `model.md` §1.2 to §1.6.
 
 use super::attention::attention;

@@ -63,10 +63,10 @@ pub fn ssm_step(
     assert_eq!((xbc.len(), d.len()), (geometry.conv_channels(), heads));
     assert_eq!((state.len(), out.len()), (geometry.ssm_state_len(), geometry.inner()));
     let xbc = Xbc::split(geometry, xbc);
-    for h in 0..heads {
+    for (h, d) in d.iter().enumerate() {
         let g = h / (heads / geometry.groups);
         let (b, c) = (&xbc.b[g * n..][..n], &xbc.c[g * n..][..n]);
-        let dt = step_size(geometry, weights, h, d[h]);
+        let dt = step_size(geometry, weights, h, *d);
         let decay = (-dt * weights.a_log[h].exp()).exp();
         for i in h * p..(h + 1) * p {
             let x = xbc.x[i];

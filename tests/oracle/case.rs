@@ -31,7 +31,7 @@ pub(crate) struct Case {
 #[derive(Debug)]
 enum Weights {
     /// In memory, made by the hash rule.
-    Rebuilt { checkpoint: Checkpoint, decoder: DecoderWeights },
+    Rebuilt { checkpoint: Checkpoint, decoder: Box<DecoderWeights> },
     /// In a file.
     Opened(Arc<Model>),
 }
@@ -59,7 +59,7 @@ impl Case {
         };
         let draft = checkpoint.has("mtp.layers.0.eh_proj.weight");
         let geometry = TextConfig::read(&config, draft).expect("a config").geometry;
-        let decoder = checkpoint.decoder(&geometry);
+        let decoder = Box::new(checkpoint.decoder(&geometry));
         let weights = Weights::Rebuilt { checkpoint, decoder };
         let reference = Reference::of_fixture(name, &Tensors::read(&folder.join("reference.safetensors")), &geometry);
         Some(Self { geometry, weights, reference, path: OnceLock::new() })

@@ -13,9 +13,17 @@ use safetensors::{Dtype, SafeTensors};
 
 use crate::weights::{self, Stored};
 
-/// Tensors by name: storage, shape and little-endian bytes.
+/// Tensors by name.
 #[derive(Debug)]
-pub(crate) struct Checkpoint(HashMap<String, (Codec, Vec<usize>, Arc<Vec<u8>>)>);
+pub(crate) struct Checkpoint(HashMap<String, Tensor>);
+
+#[derive(Debug)]
+struct Tensor {
+    codec: Codec,
+    shape: Vec<usize>,
+    /// Little-endian.
+    bytes: Arc<Vec<u8>>,
+}
 
 /// Whether a tensor belongs to the decoder or its draft layer.
 fn of_decoder(name: &str) -> bool {
@@ -54,7 +62,7 @@ impl Checkpoint {
                     Dtype::BF16 => Codec::Bf16,
                     other => panic!("{name}: {other:?}"),
                 };
-                (name, (codec, shape, Arc::new(bytes)))
+                (name, Tensor { codec, shape, bytes: Arc::new(bytes) })
             });
         Self(tensors.collect())
     }
@@ -64,13 +72,13 @@ impl Checkpoint {
     }
 
     fn matrix(&self, name: &str) -> Matrix {
-        let (codec, shape, bytes) = self.0.get(name).unwrap_or_else(|| panic!("no tensor {name}"));
+        let Tensor { codec, shape, bytes } = self.0.get(name).unwrap_or_else(|| panic!("no tensor {name}"));
         let shape: [usize; 2] = shape[..].try_into().unwrap_or_else(|_| panic!("{name}: {shape:?}"));
         Matrix::new(name, *codec, shape, Arc::clone(bytes) as _, 0)
     }
 
     fn vector(&self, name: &str) -> Vec<f32> {
-        let (codec, _, bytes) = self.0.get(name).unwrap_or_else(|| panic!("no tensor {name}"));
+        let Tensor { codec, bytes, .. } = self.0.get(name).unwrap_or_else(|| panic!("no tensor {name}"));
         match codec {
             Codec::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
             Codec::Bf16 => bytes.chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),

@@ -3,7 +3,7 @@
 //! `harness` holds the comparisons and the traits an engine implements to be
 //! compared; a module an engine runs them. References and what they mean:
 //! `oracle/README.md` beside the clone, of which `tests/data/oracle` is a part.
-#![allow(clippy::print_stdout, reason = "the figures of a comparison are its result")]
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "the figures of a comparison are its result")]
 
 mod case;
 mod checkpoint;

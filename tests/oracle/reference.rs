@@ -191,7 +191,7 @@ impl Reference {
         for route in json["routes"].as_array().expect("routes") {
             let experts = route["experts"].as_array().expect("experts");
             assert_eq!(experts.len(), positions, "a route a position");
-            let picks = experts.iter().flat_map(|row| ids(row)).map(|e| ExpertIx::from(e.index())).collect();
+            let picks = experts.iter().flat_map(&ids).map(|e| ExpertIx::from(e.index())).collect();
             let block = usize::try_from(route["block"].as_u64().expect("a block")).expect("a block");
             blocks[block].routes = Some(RouteReference { logits: None, picks, weights: None, gaps: None });
         }
