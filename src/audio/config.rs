@@ -237,7 +237,7 @@ impl<'a> Record<'a> {
         let record = self.at(key);
         match record.present().map(Value::as_f64) {
             None => Ok(default),
-            Some(Some(number)) if number >= 0.0 && number < 1e6 => Ok(number),
+            Some(Some(number)) if (0.0..1e6).contains(&number) => Ok(number),
             Some(_) => Err(record.error("a number that is not negative")),
         }
     }

@@ -16,20 +16,20 @@ pub(crate) trait Emissions {
     fn rows(&self) -> usize;
     /// Of the blank in a row.
     fn blank(&self, row: usize) -> f32;
-    /// Of a class in a row.
-    fn class(&self, row: usize, class: usize) -> f32;
+    /// Of the classes in a row: to be added to each, and each.
+    fn classes(&self, row: usize) -> (f32, &[f32]);
 }
 
 /// First and last row of each of `tokens` on the best path, or `None` where the rows do not suffice.
 ///
 /// On ties the path moves on as late as it can.
-pub(crate) fn align(tokens: &[usize], emissions: &dyn Emissions) -> Option<Vec<RangeInclusive<usize>>> {
+pub(crate) fn align(tokens: &[usize], emissions: &impl Emissions) -> Option<Vec<RangeInclusive<usize>>> {
     align_in_segments(tokens, emissions, SEGMENT_CELLS)
 }
 
 fn align_in_segments(
     tokens: &[usize],
-    emissions: &dyn Emissions,
+    emissions: &impl Emissions,
     segment_cells: usize,
 ) -> Option<Vec<RangeInclusive<usize>>> {
     let rows = emissions.rows();
@@ -78,12 +78,12 @@ fn align_in_segments(
     spans.into_iter().collect()
 }
 
-struct Trellis<'a> {
+struct Trellis<'a, E> {
     tokens: &'a [usize],
-    emissions: &'a dyn Emissions,
+    emissions: &'a E,
 }
 
-impl Trellis<'_> {
+impl<E: Emissions> Trellis<'_, E> {
     /// Moves `scores` on by one row; `back` says how many states each came from below.
     fn row(&self, row: usize, scores: &mut [f64], back: &mut [u8]) {
         let rows = self.emissions.rows();
@@ -92,17 +92,21 @@ impl Trellis<'_> {
         let high = (2 * row + 2).min(states);
         let low = states.saturating_sub(2 * (rows - row)).min(high);
         let blank = f64::from(self.emissions.blank(row));
+        let (all, classes) = self.emissions.classes(row);
         for state in (low..high).rev() {
             let (mut best, mut step) = (scores[state], 0);
             if state >= 1 && scores[state - 1] > best {
                 (best, step) = (scores[state - 1], 1);
             }
-            let token = state / 2;
-            let is_token = state % 2 == 1;
-            if is_token && token >= 1 && self.tokens[token] != self.tokens[token - 1] && scores[state - 2] > best {
-                (best, step) = (scores[state - 2], 2);
-            }
-            let emission = if is_token { f64::from(self.emissions.class(row, self.tokens[token])) } else { blank };
+            let emission = if state % 2 == 1 {
+                let token = self.tokens[state / 2];
+                if state >= 3 && token != self.tokens[state / 2 - 1] && scores[state - 2] > best {
+                    (best, step) = (scores[state - 2], 2);
+                }
+                f64::from(all + classes[token])
+            } else {
+                blank
+            };
             scores[state] = best + emission;
             back[state] = step;
         }
@@ -127,8 +131,14 @@ mod tests {
         fn blank(&self, row: usize) -> f32 {
             self.values[row * self.classes]
         }
+        fn classes(&self, row: usize) -> (f32, &[f32]) {
+            (0.0, &self.values[row * self.classes..(row + 1) * self.classes])
+        }
+    }
+
+    impl Table {
         fn class(&self, row: usize, class: usize) -> f32 {
-            self.values[row * self.classes + class]
+            self.classes(row).1[class]
         }
     }
 

@@ -157,7 +157,7 @@ pub(crate) fn each_row(data: &mut [f32], width: usize, f: impl Fn(&mut [f32]) + 
     if data.len() <= SPREAD_FLOATS {
         data.chunks_exact_mut(width).for_each(f);
     } else {
-        data.par_chunks_exact_mut(width).with_min_len((SPREAD_FLOATS / 4 / width).max(1)).for_each(|row| f(row));
+        data.par_chunks_exact_mut(width).with_min_len((SPREAD_FLOATS / 4 / width).max(1)).for_each(&f);
     }
 }
 

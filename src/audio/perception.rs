@@ -11,10 +11,11 @@ use super::config::{AudioConfig, DiarizationConfig};
 use super::gemm::View;
 use super::linear::{Linear, Norm};
 use super::logmel::{BINS, Features, LogMel, STACK};
-use super::sortformer::{Memory, Sortformer, Window, frame_probabilities};
+use super::sortformer::{Input, Memory, Sortformer, Window, frame_probabilities};
 use super::tower::{Cancelled, Tower, TowerSettings, Work};
 use super::weights::{PerceptionError, Scope, Tensors};
 use super::words::WordHead;
+use crate::model::Model;
 
 /// Modules with at most this many weights are converted to f32 once (64 MiB): for short recordings
 /// the conversion would otherwise cost as much as the products.
@@ -92,6 +93,22 @@ pub struct Probe {
 }
 
 impl Perception {
+    /// The perception module of a model, or `None` where the file has none.
+    ///
+    /// # Errors
+    ///
+    /// As [`Perception::load`]; also rows that the decoder cannot read.
+    pub fn open(model: &Model) -> Result<Option<Self>, PerceptionError> {
+        const PROJ: &str = "perception.proj.weight";
+        let Some(proj) = model.container.tensor(PROJ) else { return Ok(None) };
+        let (seen, hidden) = (proj.shape().to_vec(), model.geometry.hidden);
+        if seen.first() != Some(&hidden) {
+            let wanted = [&[hidden], seen.get(1..).unwrap_or_default()].concat();
+            return Err(PerceptionError::Shape { name: PROJ.into(), seen, wanted });
+        }
+        Self::load(&model.container, AudioConfig::from_json(&model.provenance)?).map(Some)
+    }
+
     /// Builds the module from a file's tensors.
     ///
     /// # Errors
@@ -251,7 +268,8 @@ impl Encoding {
 
         let mut embeddings = Vec::new();
         diarizer.tower.embed(features.stacked(window.read.clone()), &mut embeddings, work);
-        let logits = diarizer.step(memory, window, &embeddings, valid, work, stop, |_, x| {
+        let input = Input { window, embeddings: &embeddings, valid };
+        let logits = diarizer.step(memory, &input, work, stop, |_, x| {
             if let Some(probe) = probe {
                 probe.diar_layers.push(x.to_vec());
             }

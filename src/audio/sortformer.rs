@@ -40,6 +40,15 @@ pub(crate) struct Window {
     pub read: Range<usize>,
 }
 
+/// What the model reads for one chunk.
+pub(crate) struct Input<'a> {
+    pub window: &'a Window,
+    /// `[window.read, width]`
+    pub embeddings: &'a [f32],
+    /// How many of them belong to the recording.
+    pub valid: usize,
+}
+
 impl Sortformer {
     pub(crate) fn load(
         scope: &Scope<'_>,
@@ -71,18 +80,16 @@ impl Sortformer {
 
     /// Speaker logits of the window's own frames, `[8 * own, speakers]`.
     ///
-    /// `embeddings [read, width]` are those of the frames the window reads, of which the first `valid`
-    /// belong to the recording. The memory moves on only when the window was not cancelled.
+    /// The memory moves on only when the chunk was not cancelled.
     pub(crate) fn step(
         &self,
         memory: &mut Memory,
-        window: &Window,
-        embeddings: &[f32],
-        valid: usize,
+        input: &Input<'_>,
         work: &mut Work,
         stop: &dyn Fn() -> bool,
         layer: impl FnMut(usize, &[f32]),
     ) -> Result<Vec<f32>, Cancelled> {
+        let Input { window, embeddings, valid } = *input;
         let width = self.tower.width();
         let speakers = self.speakers();
         let cached = memory.cache.len() / width;

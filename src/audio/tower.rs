@@ -286,7 +286,7 @@ fn exp_below_zero(x: f32) -> f32 {
     let x = x.max(-87.0);
     let whole = (x * std::f32::consts::LOG2_E + ROUND) - ROUND;
     // ln 2 in two parts, the first exact in products with small whole numbers.
-    let r = (x - whole * 0.693_359_375) + whole * 2.121_944_4e-4;
+    let r = (x - whole * (355.0 / 512.0)) + whole * 2.121_944_4e-4;
     let p = 1.0 + r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * (1.0 / 24.0 + r * (1.0 / 120.0 + r * (1.0 / 720.0))))));
     p * f32::from_bits(((whole as i32 + 127) << 23) as u32)
 }

@@ -200,9 +200,9 @@ impl ctc::Emissions for SpeakerEmissions<'_> {
         self.log_probs.row(self.rows[row].0)[self.blank]
     }
 
-    fn class(&self, row: usize, class: usize) -> f32 {
+    fn classes(&self, row: usize) -> (f32, &[f32]) {
         let (row, speaker) = self.rows[row];
-        self.log_probs.row(row)[class] + speaker
+        (speaker, self.log_probs.row(row))
     }
 }
 

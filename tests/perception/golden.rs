@@ -7,8 +7,11 @@ use riparian::audio::config::AudioConfig;
 use riparian::audio::perception::{Encoding, Perception, Step};
 use riparian::audio::read::read_file;
 use riparian::ids::TokenId;
+use riparian::model::OpenOptions;
 use riparian::model::container::Container;
+use riparian::model::convert::{ConvertOptions, Quant, convert};
 use riparian::model::mmap::Access;
+use riparian::text::prompt::{Message, Prompter, Role};
 use riparian::text::tokenizer::Tokenizer;
 use riparian::text::transcript::{Transcript, Word};
 use serde_json::Value;
@@ -133,10 +136,42 @@ fn q8_2f_matrices_stay_near() {
     assert!(relative > 1e-4 && relative < 0.05, "{relative}");
 }
 
+#[test]
+fn files_of_ours_hold_all_that_is_needed() {
+    let Some(tiny) = tiny_transcribe_dir() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    for perception in [Quant::Exact, Quant::Q8_2f] {
+        let path = folder.path().join(format!("{perception}.cmf"));
+        let options = ConvertOptions { quant: Quant::Q8_2f, perception, ..ConvertOptions::default() };
+        convert(&tiny.join("checkpoint"), &path, &options, |_| ()).unwrap();
+        let model = riparian::model::open(&path, &OpenOptions::default()).unwrap();
+        let module = Arc::new(Perception::open(&model).unwrap().unwrap());
+        if perception == Quant::Exact {
+            check_golden(&tiny, &module);
+        }
+        let tokenizer = Tokenizer::from_bytes(model.alignment_tokenizer().unwrap().as_bytes()).unwrap();
+        let (wav, text, want) = &peer_words(&tiny)[0];
+        let words = word_times(&module, &tokenizer, wav, text);
+        assert!(words.iter().zip(want).all(|(w, (start, ..))| (w.start.unwrap() - start).abs() < 0.04), "{words:?}");
+
+        let tokenizer = Tokenizer::from_bytes(model.tokenizer().unwrap()).unwrap();
+        let prompter = Prompter::new(tokenizer, &model.provenance);
+        let prompt = prompter.transcription(None).unwrap();
+        assert_eq!((prompt.before.len(), prompt.after.len(), model.audio_token), (40, 11, Some(TokenId(512))));
+        // What the template and the fixed layout make of a dialogue is the same.
+        let messages = [Message { role: Role::User, content: "What time is it?".into() }];
+        let bare = Prompter::new(prompter.tokenizer().clone(), &Value::Null);
+        assert_eq!(prompter.dialogue(&messages).unwrap(), bare.dialogue(&messages).unwrap());
+    }
+}
+
+/// Start, end and the word.
+type PeerWord = (f64, f64, String);
+
 /// A block of the peer's word times: a path, a text, and a word a line.
-fn peer_words(tiny: &Path) -> Vec<(PathBuf, String, Vec<(f64, f64, String)>)> {
+fn peer_words(tiny: &Path) -> Vec<(PathBuf, String, Vec<PeerWord>)> {
     let text = std::fs::read_to_string(tiny.join("peer/words-q8_2f.txt")).unwrap();
-    let mut blocks: Vec<(PathBuf, String, Vec<_>)> = Vec::new();
+    let mut blocks: Vec<(PathBuf, String, Vec<PeerWord>)> = Vec::new();
     for line in text.lines() {
         if let Some(path) = line.strip_prefix("# ") {
             blocks.push((tiny.join(path), String::new(), Vec::new()));
