@@ -5,6 +5,7 @@ mod common;
 #[path = "../common/weights.rs"]
 mod weights;
 
+mod bundle;
 mod conversions;
 mod damage;
 mod peer;
