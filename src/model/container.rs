@@ -2,7 +2,7 @@
 //!
 //! Opening checks everything that can be checked without reading the
 //! payloads, but for the scales of quantised matrices, which must be finite.
-//! Payload hashes are left to [`verify`](super::verify). Nothing here knows
+//! Payload hashes are left to [`verify`](mod@super::verify). Nothing here knows
 //! what a tensor is for.
 
 use std::collections::HashMap;

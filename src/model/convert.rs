@@ -2,7 +2,7 @@
 //!
 //! Tensors are written in the order a step reads them, the two matrices of an
 //! expert one after the other, so that what is needed together lies together.
-//! At no time is more held in memory than [`WINDOW`] of the source's tensors,
+//! At no time is more held in memory than 128 MiB of the source's tensors,
 //! or one tensor where that is larger, and their payloads; the rest stays mapped.
 
 use std::borrow::Cow;

@@ -120,8 +120,9 @@ impl Checkpoint {
         let draft = names::candidates(layout::DRAFT_MARK).iter().any(|name| files.get(name).is_some());
         let text = TextConfig::read(&config.text, draft)
             .map_err(|source| ImportError::Config { path: config.text_path.clone(), source })?;
+        let experts = text.geometry.moe.map_or(0, |moe| moe.experts);
         let mut planned: Vec<Planned> =
-            layout::decoder(&text).map(|wanted| names::find(&files, wanted)).collect::<Result<_, _>>()?;
+            layout::decoder(&text).map(|wanted| names::find(&files, wanted, experts)).collect::<Result<_, _>>()?;
         planned.extend(names::perception(&files)?);
         planned.extend(names::timestamps(&files)?);
         let used: HashSet<&str> = planned.iter().map(|planned| planned.source.tensor()).collect();

@@ -174,8 +174,8 @@ fn banks(name: &str) -> Option<(usize, Vec<(String, bool)>)> {
     Some((expert.parse().ok()?, banks))
 }
 
-/// Finds one tensor of the decoder and checks its shape.
-pub(super) fn find(files: &Files, wanted: Wanted) -> Result<Planned, ImportError> {
+/// Finds one tensor of the decoder and checks its shape; `experts` is the number of matrices in a bank.
+pub(super) fn find(files: &Files, wanted: Wanted, experts: usize) -> Result<Planned, ImportError> {
     let mut tried = candidates(&wanted.name);
     if let Some(name) = tried.iter().find(|name| files.get(name).is_some()) {
         let stored = files.get(name).expect("just found");
@@ -192,7 +192,7 @@ pub(super) fn find(files: &Files, wanted: Wanted) -> Result<Planned, ImportError
             };
             let [rows, cols] = [wanted.shape[0], wanted.shape[1]];
             let matrix = if transposed { [cols, rows] } else { [rows, cols] };
-            let fits = stored.shape.len() == 3 && expert < stored.shape[0] && stored.shape[1..] == matrix;
+            let fits = stored.shape == [experts, matrix[0], matrix[1]];
             let source = match transposed {
                 true => Source::Transposed { tensor: name, expert },
                 false => Source::Stacked { tensor: name, expert },

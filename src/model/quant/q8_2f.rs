@@ -1,7 +1,7 @@
 //! q8_2f: int8 codes, a half-float scale a row and a half-float field a column; `w = code · scale · field`.
 //!
 //! The encoder takes the root mean square of each column as its field, looks
-//! for the row scale of least squared error among [`SHARES`] of the one that
+//! for the row scale of least squared error from 0.7 to 1.0 of the one that
 //! clips nothing, and then fits each column's field once more to the codes.
 //! No step makes the error larger.
 
@@ -12,7 +12,7 @@ use super::{EncodeError, Rows, check_finite, round_even};
 use crate::model::tensors::{Codec, Q8Planes};
 
 /// Smallest normal half float. Nothing below it is written: shaders may flush subnormals.
-const FLOOR: f32 = 6.103_515_625e-5;
+const FLOOR: f32 = 1.0 / 16_384.0;
 /// Largest power of two a scale or a field is moved to when the two share out a matrix's magnitude.
 const CEILING: f64 = 32_768.0;
 /// Rows whose sums are one task. Blocks are added in order, so the result does not depend on threads.
