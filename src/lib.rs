@@ -6,9 +6,11 @@ pub mod audio;
 pub mod device;
 pub mod host;
 pub mod ids;
+pub mod invariants;
 pub mod knobs;
 pub mod model;
 pub mod plan;
+pub mod policy;
 pub mod reference;
 pub mod text;
 #[cfg(feature = "cli")]

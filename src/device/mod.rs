@@ -17,14 +17,20 @@
 //! Three implementations stand behind the trait: the host, a scripted one for
 //! tests and, with the feature `gpu`, wgpu. None of them knows of an actor.
 
+pub(crate) mod board;
 #[cfg(feature = "gpu")]
 pub mod kernels;
+pub(crate) mod machine;
 #[cfg(feature = "gpu")]
 pub mod params;
+pub mod scripted;
 #[cfg(feature = "gpu")]
 mod trusted;
 #[cfg(feature = "gpu")]
 pub mod wgpu;
+pub(crate) mod worker;
+
+pub(crate) use worker::panic_text;
 
 use std::fmt;
 use std::ops::Range;
@@ -654,8 +660,9 @@ pub trait Companion: Send + Sync {
     /// The embedding `[hidden]` of an id.
     fn embed(&self, id: TokenId) -> Vec<f32>;
 
-    /// The missing experts' outputs for every row that misses them, each expert's weights read once.
-    fn complete(&self, missed: &Missed) -> Completions;
+    /// The missing experts' outputs for every row that misses them, but for the experts in `leave`, which are served
+    /// another way. Each expert's weights are read once, all experts in one parallel region.
+    fn complete(&self, missed: &Missed, leave: &[ExpertIx]) -> Completions;
 
     /// The bytes of an expert, read through.
     fn payload(&self, layer: LayerIx, expert: ExpertIx) -> Payload;

@@ -1,0 +1,219 @@
+//! The admission manager: which experts move into the banks as decode goes on.
+//!
+//! - **Owns** expert scores and the table of who has which place (`policy::admission`).
+//! - **Takes** routing counts and misses from the submitter, experts' bytes from the loader.
+//! - **Gives** [`Fetch`] to the loader, [`Admit`] to the submitter. An `Admit` that finds the channel full is dropped,
+//!   counted and undone in the table.
+//! - **May block on** nothing but its inbox.
+//! - **Stops** on shutdown, or when the submitter is gone.
+//!
+//! Never does: read weights, touch the device, or hold up a flight.
+
+use std::collections::HashMap;
+
+use crossbeam_channel::{Receiver, Sender, bounded, select};
+use tracing::{Span, debug, debug_span};
+
+use super::payload::{Admit, FETCHES_MAX, Fetch, Fetched};
+use crate::ids::{ExpertIx, LayerIx};
+use crate::policy::admission::{Admission as Policy, AdmissionOptions, Move};
+
+/// Room for observations. They are statistics: one that finds no room is lost without harm.
+const OBSERVED_MAX: usize = 16;
+
+/// Room for the submitter's answers to `Admit`s, which are never lost: one for each under way, and a shutdown.
+const ANSWERED_MAX: usize = FETCHES_MAX + ADMITS_MAX + 2;
+
+/// Room for `Admit`s on their way to the submitter (`protocol.md` §3).
+pub const ADMITS_MAX: usize = 8;
+
+/// What the submitter observed.
+#[derive(Clone, Debug, Default)]
+pub struct Observed {
+    /// Positions decoded or prefilled.
+    pub positions: u32,
+    /// `[layers][experts]`
+    pub routed: Vec<Vec<u32>>,
+    /// Experts that missed.
+    pub missed: Vec<(LayerIx, ExpertIx)>,
+    /// Whether a prompt was prefilled.
+    pub prefill: bool,
+}
+
+/// What the submitter did with an [`Admit`], and when to stop.
+#[derive(Clone, Debug)]
+pub enum Message {
+    /// The upload was queued.
+    Placed(Admit),
+    /// It was not: no buffer was free, or the device is lost.
+    Refused(Admit),
+    /// There is no partial bank any more: admit nothing from here on.
+    Stop,
+}
+
+/// Sender to the admission manager. Only the submitter holds one.
+#[derive(Clone)]
+pub struct Handle {
+    observed: Sender<Observed>,
+    answered: Sender<Message>,
+}
+
+impl Handle {
+    /// Statistics; dropped where there is no room.
+    pub fn observed(&self, observed: Observed) {
+        let _ = self.observed.try_send(observed);
+    }
+
+    /// What came of an `Admit`, or the end.
+    pub fn tell(&self, message: Message) {
+        if let Err(error) = self.answered.try_send(message) {
+            crate::check!(Bound, error.is_disconnected(), "the channel of admissions' answers is full");
+        }
+    }
+}
+
+/// The actor.
+pub struct Admission {
+    policy: Policy,
+    observed: Receiver<Observed>,
+    answered: Receiver<Message>,
+    fetched: Receiver<Fetched>,
+    fetched_sender: Sender<Fetched>,
+    fetches: Sender<Fetch>,
+    admits: Sender<Admit>,
+    /// Moves under way, by what moves; with who had the place.
+    moving: HashMap<(LayerIx, ExpertIx), (Move, Option<ExpertIx>)>,
+    /// `Admit`s that found the channel full, and bytes that could not be had.
+    refused: u64,
+    span: Span,
+    ended: bool,
+}
+
+/// What the admission manager is made of.
+pub(crate) struct Parts {
+    pub(crate) options: AdmissionOptions,
+    pub(crate) residents: Vec<Vec<Option<ExpertIx>>>,
+    pub(crate) experts: usize,
+    pub(crate) fetches: Sender<Fetch>,
+    pub(crate) admits: Sender<Admit>,
+}
+
+impl Admission {
+    pub(crate) fn new(parts: Parts) -> (Handle, Self) {
+        let (observed_sender, observed) = bounded(OBSERVED_MAX);
+        let (answered_sender, answered) = bounded(ANSWERED_MAX);
+        // One for each fetch under way, so that the loader never finds it full.
+        let (fetched_sender, fetched) = bounded(FETCHES_MAX);
+        let options = AdmissionOptions { at_a_time: parts.options.at_a_time.min(FETCHES_MAX), ..parts.options };
+        let admission = Self {
+            policy: Policy::new(options, &parts.residents, parts.experts),
+            observed,
+            answered,
+            fetched,
+            fetched_sender,
+            fetches: parts.fetches,
+            admits: parts.admits,
+            moving: HashMap::new(),
+            refused: 0,
+            span: Span::none(),
+            ended: false,
+        };
+        (Handle { observed: observed_sender, answered: answered_sender }, admission)
+    }
+
+    /// Runs until it is stopped.
+    pub(crate) fn run(mut self) {
+        self.span = tracing::debug_span!(target: "riparian::admission", "admission");
+        let (observed, answered, fetched) = (self.observed.clone(), self.answered.clone(), self.fetched.clone());
+        while !self.ended {
+            select! {
+                recv(answered) -> message => match message {
+                    Ok(message) => self.handle(message),
+                    Err(_) => self.ended = true,
+                },
+                recv(fetched) -> message => if let Ok(message) = message { self.fetched(message) },
+                recv(observed) -> message => match message {
+                    Ok(message) => self.observe(&message),
+                    Err(_) => self.ended = true,
+                },
+            }
+        }
+    }
+
+    /// One move of a simulation: answers first, then bytes, then statistics.
+    pub fn step(&mut self) -> bool {
+        if self.ended {
+            return false;
+        }
+        if let Ok(message) = self.answered.try_recv() {
+            self.handle(message);
+        } else if let Ok(message) = self.fetched.try_recv() {
+            self.fetched(message);
+        } else if let Ok(message) = self.observed.try_recv() {
+            self.observe(&message);
+        } else {
+            return false;
+        }
+        true
+    }
+
+    /// Whether it has nothing to do.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.ended || self.observed.is_empty() && self.answered.is_empty() && self.fetched.is_empty()
+    }
+
+    fn handle(&mut self, message: Message) {
+        match message {
+            Message::Placed(admit) => {
+                if let Some((found, _)) = self.moving.remove(&(admit.payload.layer, admit.payload.expert)) {
+                    self.policy.placed(found);
+                }
+            }
+            Message::Refused(admit) => self.undo(admit.payload.layer, admit.payload.expert),
+            Message::Stop => self.ended = true,
+        }
+    }
+
+    fn observe(&mut self, observed: &Observed) {
+        self.policy.routed(observed.positions, &observed.routed, observed.prefill);
+        for (layer, expert) in &observed.missed {
+            self.policy.missed(*layer, [*expert]);
+        }
+        for (found, before) in self.policy.decide() {
+            self.moving.insert((found.layer, found.expert), (found, before));
+            let fetch = Fetch { layer: found.layer, expert: found.expert, reply: self.fetched_sender.clone() };
+            if self.fetches.try_send(fetch).is_err() {
+                self.undo(found.layer, found.expert);
+            }
+        }
+    }
+
+    fn fetched(&mut self, fetched: Fetched) {
+        let Some((found, before)) = self.moving.get(&(fetched.layer, fetched.expert)).copied() else { return };
+        let _span = debug_span!(
+            target: "riparian::admission", parent: &self.span, "admit",
+            layer = %found.layer, expert = %found.expert, place = %found.place
+        )
+        .entered();
+        let sent = match fetched.payload {
+            Ok(payload) => self.admits.try_send(Admit { place: found.place, payload }).is_ok(),
+            Err(why) => {
+                tracing::warn!(target: "riparian::admission", layer = %found.layer, expert = %found.expert, %why,
+                    "no bytes to admit");
+                false
+            }
+        };
+        if !sent {
+            debug!(target: "riparian::admission", before = ?before, "refused");
+            self.undo(fetched.layer, fetched.expert);
+        }
+    }
+
+    fn undo(&mut self, layer: LayerIx, expert: ExpertIx) {
+        if let Some((found, before)) = self.moving.remove(&(layer, expert)) {
+            self.refused += 1;
+            self.policy.refused(found, before);
+        }
+    }
+}

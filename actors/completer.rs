@@ -1,0 +1,227 @@
+//! The host expert completer: computes the experts that a bank did not hold.
+//!
+//! - **Owns** a thread (the host's kernels spread each job over the thread pool), and the costs it has measured.
+//! - **Takes** misses, straight from readback.
+//! - **Gives** an [`Answer`] to the submitter for every job, also one that nobody wants any more or that it died on.
+//! - **May block on** its own arithmetic and on page-in of the experts it reads.
+//! - **Stops** when readback and the submitter are gone, or on shutdown.
+//!
+//! Never does: ask which session a miss belongs to, or whether it still matters.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+use tracing::{Span, debug_span};
+
+use super::clock::Clock;
+use crate::check;
+use crate::device::{Companion, Completions, Missed, Payload, Stop};
+use crate::invariants::Broken;
+use crate::policy::serve::{ServeCosts, split};
+
+/// What the completer is asked.
+pub enum Message {
+    /// Readback: a slot stopped here. Answered once.
+    Complete {
+        /// The miss.
+        missed: Arc<Missed>,
+    },
+    /// The submitter: stop behind the present job.
+    Shutdown,
+}
+
+/// The answer to a job.
+#[derive(Clone, Debug)]
+pub enum Answer {
+    /// The missing experts, computed here or to be computed from an upload.
+    Completed {
+        /// The stop it cures.
+        stop: Stop,
+        /// What was computed.
+        made: Completions,
+        /// Experts computed.
+        computed: usize,
+        /// Experts that the device shall compute from these bytes.
+        uploads: Vec<Arc<Payload>>,
+    },
+    /// The job died.
+    Failed {
+        /// The stop it was for.
+        stop: Stop,
+        /// What happened.
+        why: String,
+    },
+}
+
+impl Answer {
+    /// The stop it is for.
+    #[must_use]
+    pub fn stop(&self) -> Stop {
+        match self {
+            Answer::Completed { stop, .. } | Answer::Failed { stop, .. } => *stop,
+        }
+    }
+}
+
+/// Room for jobs, and for answers: a slot has one stop at a time and is not freed before its answer. Twice, because a
+/// second device may take over while the first one's jobs are still under way; and a shutdown.
+#[must_use]
+pub(crate) fn jobs_bound(slots: usize) -> usize {
+    2 * slots + 1
+}
+
+/// Sender to the completer.
+#[derive(Clone)]
+pub struct Handle(Sender<Message>);
+
+impl Handle {
+    /// Hands a job over. A completer that is gone is noticed by the submitter, whose answers end.
+    pub fn complete(&self, missed: Arc<Missed>) {
+        if let Err(error) = self.0.try_send(Message::Complete { missed }) {
+            check!(Bound, error.is_disconnected(), "the channel of jobs is full");
+        }
+    }
+
+    /// Stop behind the present job.
+    pub fn shutdown(&self) {
+        let _ = self.0.try_send(Message::Shutdown);
+    }
+}
+
+/// When a miss may be served by upload.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ServeOptions {
+    /// Uploads for one stop at most; 0 leaves all to the host.
+    pub uploads_max: usize,
+    /// Costs at the start; the host's are measured from then on.
+    pub costs: ServeCosts,
+}
+
+/// The actor.
+pub struct Completer {
+    inbox: Receiver<Message>,
+    answers: Sender<Answer>,
+    companion: Arc<dyn Companion>,
+    serve: ServeOptions,
+    clock: Clock,
+    span: Span,
+    broken: Broken,
+    ended: bool,
+}
+
+/// What the completer is made of.
+pub(crate) struct Parts {
+    pub(crate) slots: usize,
+    pub(crate) answers: Sender<Answer>,
+    pub(crate) companion: Arc<dyn Companion>,
+    pub(crate) serve: ServeOptions,
+    pub(crate) clock: Clock,
+    pub(crate) broken: Broken,
+}
+
+impl Completer {
+    pub(crate) fn new(parts: Parts) -> (Handle, Self) {
+        let (sender, inbox) = bounded(jobs_bound(parts.slots));
+        let completer = Self {
+            inbox,
+            answers: parts.answers,
+            companion: parts.companion,
+            serve: parts.serve,
+            clock: parts.clock,
+            span: Span::none(),
+            broken: parts.broken,
+            ended: false,
+        };
+        (Handle(sender), completer)
+    }
+
+    /// Runs until it is stopped.
+    pub(crate) fn run(mut self) {
+        self.span = tracing::debug_span!(target: "riparian::completer", "completer");
+        while !self.ended {
+            match self.inbox.recv() {
+                Ok(message) => self.handle(message),
+                Err(_) => self.ended = true,
+            }
+        }
+    }
+
+    /// One move of a simulation.
+    pub fn step(&mut self) -> bool {
+        self.inbox.try_recv().map(|message| self.handle(message)).is_ok()
+    }
+
+    /// One move of a simulation in which the job dies half-way.
+    pub fn step_and_die(&mut self) -> bool {
+        match self.inbox.try_recv() {
+            Ok(Message::Complete { missed }) => {
+                self.answer(missed.stop, || panic!("a test killed the job"));
+                true
+            }
+            Ok(message) => {
+                self.handle(message);
+                true
+            }
+            Err(_) => false,
+        }
+    }
+
+    /// Jobs that wait.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.inbox.len()
+    }
+
+    fn handle(&mut self, message: Message) {
+        match message {
+            Message::Complete { missed } => {
+                let (companion, uploads_max) = (self.companion.clone(), self.serve.uploads_max);
+                let costs = self.serve.costs;
+                let begun = self.clock.now();
+                let wanted = missed.by_expert();
+                let rows: Vec<usize> = wanted.iter().map(|(_, at)| at.len()).collect();
+                let uploads: Vec<_> = split(&rows, uploads_max, costs).into_iter().map(|i| wanted[i].0).collect();
+                let computed = wanted.len() - uploads.len();
+                let _span = debug_span!(
+                    target: "riparian::completer", parent: &self.span, "complete",
+                    flight = %missed.stop.flight, layer = %missed.layer, experts = computed,
+                    uploads = uploads.len(), rows = missed.rows.len()
+                )
+                .entered();
+                self.answer(missed.stop, || {
+                    let made = companion.complete(&missed, &uploads);
+                    let uploads = uploads.iter().map(|e| Arc::new(companion.payload(missed.layer, *e))).collect();
+                    Answer::Completed { stop: missed.stop, made, computed, uploads }
+                });
+                self.learn(computed, rows.iter().sum(), self.clock.now() - begun, uploads_max > 0);
+            }
+            Message::Shutdown => self.ended = true,
+        }
+    }
+
+    /// Remembers what an expert costs here, where that decides anything.
+    fn learn(&mut self, experts: usize, rows: usize, took: Duration, matters: bool) {
+        if !matters || experts == 0 {
+            return;
+        }
+        let costs = &mut self.serve.costs;
+        let row_time = costs.host_row * u32::try_from(rows).unwrap_or(u32::MAX);
+        let seen = took.saturating_sub(row_time) / experts as u32;
+        costs.host_expert = costs.host_expert * 7 / 8 + seen / 8;
+    }
+
+    /// Answers with what `work` gives, or with its death.
+    fn answer(&mut self, stop: Stop, work: impl FnOnce() -> Answer) {
+        let answer = catch_unwind(AssertUnwindSafe(work))
+            .unwrap_or_else(|panic| Answer::Failed { stop, why: crate::device::panic_text(panic.as_ref()) });
+        if matches!(answer, Answer::Failed { .. }) && self.broken.is(Broken::PanicWithoutAnswer) {
+            return;
+        }
+        if let Err(error) = self.answers.try_send(answer) {
+            check!(Bound, error.is_disconnected(), "the channel of answers is full");
+            self.ended = true;
+        }
+    }
+}

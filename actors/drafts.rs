@@ -1,0 +1,177 @@
+//! The draft scheduler: how deep to draft, and what to draft where the device does not.
+//!
+//! - **Owns** each session's depth (`policy::drafts`), and the drafter where drafts are made on the host.
+//! - **Takes** what verify batches and plain flights brought, from the submitter.
+//! - **Gives** depths and guesses to the submitter.
+//! - **May block on** nothing but its inbox and its drafter.
+//! - **Stops** on shutdown, or when the submitter is gone.
+//!
+//! Never does: decide what stands. The device's accept does, and its ids are facts.
+
+use std::collections::HashMap;
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+use tracing::{Span, debug_span};
+
+use super::session::SESSIONS_MAX;
+use crate::ids::{SessionId, TokenId};
+use crate::policy::drafts::{Drafts as Policy, FlightOutcome};
+
+/// Makes drafts on the host, for devices that verify but do not draft.
+pub trait Drafter: Send {
+    /// A guess of the `n` ids that follow all ids of the session, `ids` being those since the last call.
+    fn guess(&mut self, session: SessionId, ids: &[TokenId], n: usize) -> Vec<TokenId>;
+
+    /// The session is over.
+    fn forget(&mut self, session: SessionId);
+}
+
+/// Room for outcomes: the flights of a few moments. Where there is no room an outcome is lost, and a guess comes late.
+const OUTCOMES_MAX: usize = 4 * SESSIONS_MAX;
+
+/// What the submitter tells.
+#[derive(Clone, Debug)]
+pub enum Message {
+    /// A session's flight has landed.
+    Landed {
+        /// The session.
+        session: SessionId,
+        /// What it brought; `None` where it was cut by a miss, so that its time tells nothing.
+        outcome: Option<FlightOutcome>,
+        /// Its ids, in order and each once.
+        ids: Vec<TokenId>,
+        /// Ids of the session so far, with these.
+        total: usize,
+    },
+    /// A session is over.
+    Ended {
+        /// The session.
+        session: SessionId,
+    },
+    /// Stop now.
+    Shutdown,
+}
+
+/// What the draft scheduler tells the submitter.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Advice {
+    /// The session.
+    pub session: SessionId,
+    /// Drafts a batch from now on; 0 is plain decode.
+    pub depth: usize,
+    /// Guessed ids, from the session's id number `after` on. Empty where the device drafts.
+    pub guess: Vec<TokenId>,
+    /// Ids of the session that were known when it was guessed.
+    pub after: usize,
+}
+
+/// Sender to the draft scheduler. Only the submitter holds one.
+#[derive(Clone)]
+pub struct Handle(Sender<Message>);
+
+impl Handle {
+    /// Tells what landed; lost where there is no room.
+    pub fn tell(&self, message: Message) {
+        let _ = self.0.try_send(message);
+    }
+}
+
+/// The actor.
+pub struct Drafts {
+    inbox: Receiver<Message>,
+    advice: Sender<Advice>,
+    depth_max: usize,
+    sessions: HashMap<SessionId, Session>,
+    drafter: Option<Box<dyn Drafter>>,
+    span: Span,
+    ended: bool,
+}
+
+struct Session {
+    policy: Policy,
+    told: usize,
+    /// Ids the drafter has seen.
+    seen: usize,
+}
+
+/// What the draft scheduler is made of.
+pub(crate) struct Parts {
+    pub(crate) depth_max: usize,
+    pub(crate) advice: Sender<Advice>,
+    pub(crate) drafter: Option<Box<dyn Drafter>>,
+}
+
+impl Drafts {
+    pub(crate) fn new(parts: Parts) -> (Handle, Self) {
+        let (sender, inbox) = bounded(OUTCOMES_MAX);
+        let drafts = Self {
+            inbox,
+            advice: parts.advice,
+            depth_max: parts.depth_max,
+            sessions: HashMap::new(),
+            drafter: parts.drafter,
+            span: Span::none(),
+            ended: false,
+        };
+        (Handle(sender), drafts)
+    }
+
+    /// Runs until it is stopped.
+    pub(crate) fn run(mut self) {
+        self.span = tracing::debug_span!(target: "riparian::drafts", "drafts");
+        while !self.ended {
+            match self.inbox.recv() {
+                Ok(message) => self.handle(message),
+                Err(_) => self.ended = true,
+            }
+        }
+    }
+
+    /// One move of a simulation.
+    pub fn step(&mut self) -> bool {
+        self.inbox.try_recv().map(|message| self.handle(message)).is_ok()
+    }
+
+    /// Whether it has nothing to do.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.inbox.is_empty()
+    }
+
+    fn handle(&mut self, message: Message) {
+        match message {
+            Message::Landed { session, outcome, ids, total } => self.landed(session, outcome, &ids, total),
+            Message::Ended { session } => {
+                self.sessions.remove(&session);
+                if let Some(drafter) = &mut self.drafter {
+                    drafter.forget(session);
+                }
+            }
+            Message::Shutdown => self.ended = true,
+        }
+    }
+
+    fn landed(&mut self, id: SessionId, outcome: Option<FlightOutcome>, ids: &[TokenId], total: usize) {
+        let depth_max = self.depth_max;
+        let fresh = || Session { policy: Policy::new(depth_max), told: depth_max.min(1), seen: 0 };
+        let session = self.sessions.entry(id).or_insert_with(fresh);
+        if let Some(outcome) = outcome {
+            session.policy.landed(outcome);
+        }
+        let depth = session.policy.depth();
+        let mut guess = Vec::new();
+        // A message that was lost leaves a gap, and a drafter with a gap guesses nothing any more.
+        if let Some(drafter) = self.drafter.as_mut().filter(|_| session.seen + ids.len() == total) {
+            session.seen = total;
+            let _span =
+                debug_span!(target: "riparian::drafts", parent: &self.span, "draft", session = %id, depth).entered();
+            // Two rounds, and the id between them.
+            guess = drafter.guess(id, ids, 2 * (depth + 1));
+        }
+        if depth != session.told || !guess.is_empty() {
+            session.told = depth;
+            // Late advice is replaced by the next.
+            let _ = self.advice.try_send(Advice { session: id, depth, guess, after: total });
+        }
+    }
+}
