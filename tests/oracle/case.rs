@@ -77,6 +77,12 @@ impl Case {
         Some(Self { geometry, weights: Weights::Opened(model), reference, path: OnceLock::new() })
     }
 
+    /// A model that is open already.
+    pub(crate) fn of_model(model: &Arc<Model>, reference: Reference) -> Self {
+        let (geometry, weights) = (model.geometry.clone(), Weights::Opened(Arc::clone(model)));
+        Self { geometry, weights, reference, path: OnceLock::new() }
+    }
+
     /// The decoder's weights.
     pub(crate) fn weights(&self) -> &DecoderWeights {
         match &self.weights {

@@ -21,7 +21,7 @@ use crate::reference::Reference;
 use crate::tolerance::{F32, F32_OTHER_LADDER, INT8, INT8_BLOCK, INT8_EXCUSED_MAX, Tolerance};
 
 /// The host decoder on one instruction set.
-struct Host<'a> {
+pub(crate) struct Host<'a> {
     case: &'a Case,
     act: Activations,
     pool: Pool,
@@ -29,7 +29,7 @@ struct Host<'a> {
 }
 
 impl<'a> Host<'a> {
-    fn new(case: &'a Case, act: Activations, isa: Isa) -> Self {
+    pub(crate) fn new(case: &'a Case, act: Activations, isa: Isa) -> Self {
         let pool = Pool::with_isa(physical_cores(), isa);
         let decoder = Arc::new(Self::decoder(case, act, pool.clone()));
         Self { case, act, pool, decoder }

@@ -20,6 +20,7 @@ mod reference;
 mod report;
 mod tensors;
 mod tolerance;
+mod trained;
 mod vectors;
 #[path = "../common/weights.rs"]
 mod weights;

@@ -165,6 +165,21 @@ impl Reference {
         }
     }
 
+    /// Where only the ids of a continuation are known.
+    pub(crate) fn of_ids(name: &str, rows: Vec<f32>, greedy: GreedyReference) -> Self {
+        Self {
+            name: name.to_owned(),
+            act: Activations::F32,
+            rows,
+            prompt: Vec::new(),
+            blocks: Vec::new(),
+            normed: None,
+            logits: None,
+            greedy,
+            draft: None,
+        }
+    }
+
     /// The recordings beside a file in `oracle/cmf` (the README there).
     pub(crate) fn of_peer(name: &str, json: &Value, tensors: &Tensors, geometry: &Geometry) -> Self {
         let ids = |value: &Value| -> Vec<TokenId> {
