@@ -17,6 +17,7 @@ mod linear;
 pub mod logmel;
 pub mod perception;
 pub mod read;
+mod riff;
 mod sortformer;
 mod tower;
 pub mod weights;

@@ -15,6 +15,7 @@ use symphonia::core::io::{MediaSource, MediaSourceStream};
 use symphonia::core::meta::MetadataOptions;
 
 use super::logmel::RATE;
+use super::riff;
 
 /// Rates that are resampled.
 const RATES: std::ops::RangeInclusive<u32> = 1_000..=768_000;
@@ -144,6 +145,10 @@ fn guarded(source: Box<dyn MediaSource>, path: &Path) -> Result<Audio, ReadError
 fn read(source: Box<dyn MediaSource>, path: &Path) -> Result<Audio, ReadError> {
     let path = || path.to_owned();
     let unsupported = |reason: String| ReadError::Unsupported { path: path(), reason };
+    let (source, cut) = riff::repaired(source).map_err(|source| ReadError::Io { path: path(), source })?;
+    if cut {
+        tracing::warn!(path = %path().display(), "recording ends early");
+    }
     let stream = MediaSourceStream::new(source, Default::default());
     let probe = symphonia::default::get_probe();
     let mut format = probe
@@ -153,7 +158,7 @@ fn read(source: Box<dyn MediaSource>, path: &Path) -> Result<Audio, ReadError> {
 
     let mut mono = Mono::default();
     let mut interleaved: Vec<f32> = Vec::new();
-    let mut damaged = false;
+    let mut damaged = cut;
     loop {
         let packet = match format.next_packet() {
             Ok(Some(packet)) => packet,
