@@ -5,7 +5,7 @@
 //! row's result depends on its keys alone, memory does not grow with the
 //! context beyond the KV itself, and a long context is spread over threads.
 
-use super::kernels::{Job, prepare, run};
+use super::kernels::{Job, Set, prepare, run};
 use super::math;
 use crate::host::Pool;
 use crate::knobs::Activations;
@@ -14,7 +14,7 @@ use crate::model::state::KvState;
 use crate::model::weights::AttentionWeights;
 
 /// Keys of a tile.
-const TILE: usize = 256;
+const TILE: usize = 128;
 /// Rows of a task: they share the reading of the keys.
 const ROWS: usize = 8;
 
@@ -51,7 +51,7 @@ pub(crate) fn mix(
 
 /// What one tile, or several merged ones, give for a query.
 #[derive(Clone)]
-struct Partial {
+pub(crate) struct Partial {
     max: f32,
     sum: f32,
     /// `[head_dim]`
@@ -83,13 +83,14 @@ fn attend(pool: &Pool, geometry: &AttentionGeometry, q: &[f32], kv: &KvState, pa
     let tiles = (past + n).div_ceil(TILE);
     let mut out = vec![0.0; n * width];
     let blocks = n.div_ceil(ROWS);
+    let set = Set::of(pool.isa());
     // With few rows the tiles are spread over the threads, with many the rows.
     if tiles > 1 && blocks * geometry.kv_heads < 4 * pool.threads() {
         let mut parts: Vec<Option<Vec<Partial>>> = vec![None; blocks * geometry.kv_heads * tiles];
         let work = parts.iter_mut().enumerate().collect();
         pool.each(work, |(i, part): (usize, &mut Option<Vec<Partial>>)| {
             let (block, head, t) = (i / (geometry.kv_heads * tiles), i / tiles % geometry.kv_heads, i % tiles);
-            *part = Some(tile(geometry, q, kv, past, block * ROWS, head, t));
+            *part = Some(Tile { q, kv, geometry, past, first: block * ROWS, kv_head: head, t }.attend(set));
         });
         for (i, parts) in parts.chunks(tiles).enumerate() {
             let mut sums: Option<Vec<Partial>> = None;
@@ -124,7 +125,8 @@ fn attend(pool: &Pool, geometry: &AttentionGeometry, q: &[f32], kv: &KvState, pa
     pool.each(work, |(block, head, mut rows)| {
         let mut sums: Option<Vec<Partial>> = None;
         for t in 0..tiles {
-            merge(&mut sums, &tile(geometry, q, kv, past, block * ROWS, head, t), dim);
+            let tile = Tile { q, kv, geometry, past, first: block * ROWS, kv_head: head, t };
+            merge(&mut sums, &tile.attend(set), dim);
         }
         let share = geometry.heads / geometry.kv_heads;
         finish(
@@ -163,48 +165,66 @@ fn finish(geometry: &AttentionGeometry, sums: &[Partial], mut give: impl FnMut(u
     }
 }
 
-/// Partials `[rows, heads that share the KV head]` of tile `t`, for up to [`ROWS`] rows from `first` on.
-fn tile(
-    geometry: &AttentionGeometry,
-    q: &[f32],
-    kv: &KvState,
+/// One tile of keys for some rows and the query heads that share a KV head.
+pub(crate) struct Tile<'a> {
+    /// `[n, heads, head_dim]`
+    q: &'a [f32],
+    kv: &'a KvState,
+    geometry: &'a AttentionGeometry,
+    /// Keys before the first query's own.
     past: usize,
+    /// The first of up to [`ROWS`] rows.
     first: usize,
     kv_head: usize,
+    /// Keys `t · TILE …`.
     t: usize,
-) -> Vec<Partial> {
+}
+
+impl Tile<'_> {
+    /// Partials `[rows, heads that share the KV head]`.
+    fn attend(&self, set: &Set) -> Vec<Partial> {
+        let n = self.q.len() / self.geometry.q_width();
+        let rows = (n - self.first).min(ROWS);
+        let share = self.geometry.heads / self.geometry.kv_heads;
+        let mut partials = vec![Partial::empty(self.geometry.head_dim); rows * share];
+        (set.attend)(self, &mut partials);
+        partials
+    }
+}
+
+/// Fills the partials of one tile.
+#[inline(always)]
+pub(crate) fn attend_body(tile: &Tile<'_>, partials: &mut [Partial]) {
+    let geometry = tile.geometry;
     let (dim, width, kv_width) = (geometry.head_dim, geometry.q_width(), geometry.kv_width());
     let share = geometry.heads / geometry.kv_heads;
-    let n = q.len() / width;
-    let rows = first..(first + ROWS).min(n);
     let factor = 1.0 / (dim as f32).sqrt();
-    let line =
-        |data: &[f32], j: usize| j * kv_width + kv_head * dim..(j * kv_width + kv_head * dim + dim).min(data.len());
-    let mut partials = vec![Partial::empty(dim); rows.len() * share];
+    let line = |j: usize| j * kv_width + tile.kv_head * dim..j * kv_width + (tile.kv_head + 1) * dim;
     let mut scores = [0.0f32; TILE];
     for (i, partial) in partials.iter_mut().enumerate() {
-        let row = first + i / share;
-        let keys = t * TILE..((t + 1) * TILE).min(past + row + 1);
+        let row = tile.first + i / share;
+        let keys = tile.t * TILE..((tile.t + 1) * TILE).min(tile.past + row + 1);
         if keys.is_empty() {
             continue;
         }
-        let query = &q[row * width + (kv_head * share + i % share) * dim..][..dim];
+        let query = &tile.q[row * width + (tile.kv_head * share + i % share) * dim..][..dim];
         let scores = &mut scores[..keys.len()];
         for (score, j) in scores.iter_mut().zip(keys.clone()) {
-            *score = math::dot(query, &kv.k[line(&kv.k, j)]) * factor;
+            *score = math::dot(query, &tile.kv.k[line(j)]) * factor;
             if *score > partial.max || score.is_nan() {
                 partial.max = *score;
             }
         }
-        for (score, j) in scores.iter_mut().zip(keys) {
-            let weight = math::exp(*score - partial.max);
-            partial.sum += weight;
-            for (acc, v) in partial.acc.iter_mut().zip(&kv.v[line(&kv.v, j)]) {
+        for score in &mut *scores {
+            *score = math::exp(*score - partial.max);
+        }
+        partial.sum = scores.iter().sum();
+        for (weight, j) in scores.iter().zip(keys) {
+            for (acc, v) in partial.acc.iter_mut().zip(&tile.kv.v[line(j)]) {
                 *acc += weight * v;
             }
         }
     }
-    partials
 }
 
 /// Appends the keys and values of normed rows `[n, hidden]`, computing no output.

@@ -1,6 +1,7 @@
 //! Block after block over the host kernels.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use thiserror::Error;
 
@@ -208,7 +209,7 @@ impl Decoder {
     ///
     /// Each expert's weights are read once for all its rows.
     pub fn experts(&self, layer: LayerIx, normed: &[f32], wanted: &[ExpertRows]) -> Vec<f32> {
-        moe::experts(&self.pool, self.layer(layer).1, self.act, normed, wanted)
+        moe::experts(&self.pool, self.layer(layer).1, self.act, normed, wanted, None)
     }
 
     /// The shared expert's output, `[n, hidden]`.
@@ -221,6 +222,8 @@ impl Decoder {
     /// `outputs [n, top_k, width]` in the order of the picks. The order of additions is fixed:
     /// picks in order, fc2, shared, residual; so it does not matter where outputs came from.
     pub fn sum(&self, layer: LayerIx, rows: &mut [f32], routes: &Routes, outputs: &[f32], shared: &[f32]) {
+        let lines: Vec<usize> = (0..routes.picks.len()).collect();
+        let outputs = moe::Outputs { values: outputs, lines: &lines };
         moe::sum(&self.pool, self.layer(layer).1, self.act, rows, &routes.weights, outputs, shared);
     }
 
@@ -341,11 +344,12 @@ impl Decoder {
         observer.moe(layer, &routes);
         let top_k = self.geometry().moe.as_ref().expect("checked on open").top_k;
         let wanted = routes.by_expert(top_k);
-        let outputs = self.experts(layer, &routes.normed, &wanted);
-        let width = outputs.len() / routes.picks.len().max(1);
-        let placed = routes.place(top_k, &wanted, &outputs, width);
-        let shared = self.shared(layer, &routes.normed);
-        self.sum(layer, rows, &routes, &placed, &shared);
+        let lines = routes.lines(top_k, &wanted);
+        let weights = self.layer(layer).1;
+        let mut shared = vec![0.0; rows.len()];
+        let outputs = moe::experts(&self.pool, weights, self.act, &routes.normed, &wanted, Some(&mut shared));
+        let outputs = moe::Outputs { values: &outputs, lines: &lines };
+        moe::sum(&self.pool, weights, self.act, rows, &routes.weights, outputs, &shared);
         Ok(())
     }
 
@@ -353,11 +357,19 @@ impl Decoder {
     pub(super) fn normed(&self, rows: &[f32], w: &[f32], place: Place) -> Result<Vec<f32>, NotFinite> {
         let (hidden, eps) = (self.geometry().hidden, self.geometry().norm_eps);
         assert_eq!(rows.len() % hidden, 0, "rows of {hidden} columns");
+        // Rows of a task: some ten microseconds.
+        const ROWS: usize = 8;
         let mut out = vec![0.0; rows.len()];
-        for (out, row) in out.chunks_exact_mut(hidden).zip(rows.chunks_exact(hidden)) {
-            NotFinite::check(norm::rms(row, w, eps, out), place)?;
-        }
-        Ok(out)
+        let finite = AtomicBool::new(true);
+        let work = out.chunks_mut(ROWS * hidden).zip(rows.chunks(ROWS * hidden)).collect();
+        self.pool.each(work, |(out, rows): (&mut [f32], &[f32])| {
+            for (out, row) in out.chunks_exact_mut(hidden).zip(rows.chunks_exact(hidden)) {
+                if !norm::rms(row, w, eps, out).is_finite() {
+                    finite.store(false, Ordering::Relaxed);
+                }
+            }
+        });
+        if finite.into_inner() { Ok(out) } else { Err(NotFinite { place }) }
     }
 
     /// A layer's norm and experts, and what made the rows that it reads.

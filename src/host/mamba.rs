@@ -6,7 +6,7 @@
 //! bits however it is cut. (The scan is about 1 % of a prefill's time, the
 //! projections are the rest: a chunked matrix form would win nothing.)
 
-use super::kernels::{Job, prepare, run};
+use super::kernels::{Job, Set, prepare, run};
 use super::{math, norm};
 use crate::host::Pool;
 use crate::knobs::Activations;
@@ -16,11 +16,14 @@ use crate::model::weights::MambaWeights;
 
 /// Rows whose B and C stay in the nearest cache while a head's state passes.
 const STRETCH: usize = 16;
+/// Rows from which on a call is a prompt's rather than a step's or a verify pass's.
+const LONG: usize = 16;
 /// Lanes of a sum over the state.
 const LANES: usize = 16;
 
 /// Mixer output `[n, hidden]` for normed rows `[n, hidden]`; `state` moves on by
 /// `n` rows, and `snapshots` gets it as it is after each row.
+#[expect(clippy::too_many_arguments, reason = "what a block is, what it reads and what it remembers")]
 pub(crate) fn mix(
     pool: &Pool,
     geometry: &MambaGeometry,
@@ -31,7 +34,7 @@ pub(crate) fn mix(
     state: &mut MambaState,
     snapshots: Option<&mut Vec<MambaState>>,
 ) -> Vec<f32> {
-    let (inner, channels, width) = (geometry.inner(), geometry.conv_channels(), geometry.in_proj_rows());
+    let (inner, width) = (geometry.inner(), geometry.in_proj_rows());
     let n = normed.len() / weights.in_proj.cols();
     let mut projected = vec![0.0; n * width];
     let input = prepare(pool, &weights.in_proj, act, normed);
@@ -45,11 +48,14 @@ pub(crate) fn mix(
     if let (Some(snapshots), Some(after)) = (snapshots, after) {
         snapshots.extend(after);
     }
-    let rows = o.chunks_exact_mut(inner).zip(projected.chunks_exact(width)).collect();
+    // Rows of a task.
+    const ROWS: usize = 4;
+    let rows = o.chunks_mut(ROWS * inner).zip(projected.chunks(ROWS * width)).collect();
     pool.each(rows, |(o, projected): (&mut [f32], &[f32])| {
-        norm::gated_groups(o, &projected[..inner], &weights.norm, geometry.groups, eps);
+        for (o, projected) in o.chunks_exact_mut(inner).zip(projected.chunks_exact(width)) {
+            norm::gated_groups(o, &projected[..inner], &weights.norm, geometry.groups, eps);
+        }
     });
-    debug_assert_eq!(convolved.len(), n * channels);
 
     let mut out = vec![0.0; n * weights.out_proj.rows()];
     let input = prepare(pool, &weights.out_proj, act, &o);
@@ -68,42 +74,48 @@ fn convolve(
 ) -> Vec<f32> {
     let (channels, taps, width) = (geometry.conv_channels(), geometry.d_conv, geometry.in_proj_rows());
     let n = projected.len() / width;
+    let mut out = vec![0.0; n * channels];
+    if n < LONG {
+        let mut after = after;
+        for (t, (row, out)) in projected.chunks_exact(width).zip(out.chunks_exact_mut(channels)).enumerate() {
+            convolve_row(weights, taps, &row[geometry.inner()..][..channels], state, out);
+            if let Some(after) = after.as_deref_mut() {
+                after[t].conv.copy_from_slice(state);
+            }
+        }
+        return out;
+    }
     let past = taps - 1;
-    // Inputs channel-last: the K - 1 of the state, then the n new ones.
+    // Inputs channel-last: the K - 1 of the state, then the n new ones; taps channel-last too.
     let mut inputs = vec![0.0; (past + n) * channels];
-    for (c, kept) in state.chunks_exact(past.max(1)).enumerate() {
-        for (i, u) in kept.iter().enumerate().take(past) {
-            inputs[i * channels + c] = *u;
+    for c in 0..channels {
+        for i in 0..past {
+            inputs[i * channels + c] = state[c * past + i];
         }
     }
-    for (t, row) in projected.chunks_exact(width).enumerate() {
-        let u = &row[geometry.inner()..geometry.inner() + channels];
-        inputs[(past + t) * channels..(past + t + 1) * channels].copy_from_slice(u);
+    for (input, row) in inputs[past * channels..].chunks_exact_mut(channels).zip(projected.chunks_exact(width)) {
+        input.copy_from_slice(&row[geometry.inner()..][..channels]);
     }
-    // Taps channel-last too, so that the loop over channels is one of vectors.
     let mut kernel = vec![0.0; taps * channels];
     for (c, w) in weights.conv.chunks_exact(taps).enumerate() {
         for (i, w) in w.iter().enumerate() {
             kernel[i * channels + c] = *w;
         }
     }
-    let mut out = vec![0.0; n * channels];
     let rows = out.chunks_exact_mut(channels).enumerate().collect();
     pool.each(rows, |(t, out): (usize, &mut [f32])| {
         out.copy_from_slice(&weights.conv_bias);
-        for i in 0..taps {
-            let u = &inputs[(t + i) * channels..(t + i + 1) * channels];
-            let w = &kernel[i * channels..(i + 1) * channels];
-            for ((out, u), w) in out.iter_mut().zip(u).zip(w) {
+        for (i, w) in kernel.chunks_exact(channels).enumerate() {
+            for ((out, u), w) in out.iter_mut().zip(&inputs[(t + i) * channels..]).zip(w) {
                 *out += u * w;
             }
         }
         out.iter_mut().for_each(|x| *x = math::silu(*x));
     });
     let keep = |state: &mut [f32], rows: usize| {
-        for (c, kept) in state.chunks_exact_mut(past.max(1)).enumerate() {
-            for (i, u) in kept.iter_mut().enumerate().take(past) {
-                *u = inputs[(rows + i) * channels + c];
+        for c in 0..channels {
+            for i in 0..past {
+                state[c * past + i] = inputs[(rows + i) * channels + c];
             }
         }
     };
@@ -112,6 +124,56 @@ fn convolve(
     }
     keep(state, n);
     out
+}
+
+/// One row, channel by channel, in the same order of additions.
+fn convolve_row(weights: &MambaWeights, taps: usize, u: &[f32], state: &mut [f32], out: &mut [f32]) {
+    let (past, bias) = (taps - 1, &weights.conv_bias);
+    if taps == 4 {
+        // The published width, spelt out for the compiler.
+        let (state, w) = (state.as_chunks_mut::<3>().0, weights.conv.as_chunks::<4>().0);
+        for (((out, bias), u), (state, w)) in out.iter_mut().zip(bias).zip(u).zip(state.iter_mut().zip(w)) {
+            *out = (((bias + state[0] * w[0]) + state[1] * w[1]) + state[2] * w[2]) + u * w[3];
+            *state = [state[1], state[2], *u];
+        }
+    } else {
+        for (c, out) in out.iter_mut().enumerate() {
+            let (state, w) = (&mut state[c * past..(c + 1) * past], &weights.conv[c * taps..(c + 1) * taps]);
+            *out = bias[c];
+            for (u, w) in state.iter().chain([&u[c]]).zip(w) {
+                *out += u * w;
+            }
+            if past > 0 {
+                state.rotate_left(1);
+                state[past - 1] = u[c];
+            }
+        }
+    }
+    out.iter_mut().for_each(|x| *x = math::silu(*x));
+}
+
+/// One head's part of a scan.
+pub(crate) struct Head<'a> {
+    /// Which head.
+    index: usize,
+    /// `[P, N]`
+    state: &'a mut [f32],
+    /// The head's part `[P]` of each row's output.
+    out: Vec<&'a mut [f32]>,
+    /// The head's part `[P, N]` of each snapshot; empty where none are wanted.
+    after: Vec<&'a mut [f32]>,
+    /// Step size and decay for each row.
+    steps: Vec<(f32, f32)>,
+    /// `D`
+    skip: f32,
+    /// `[n, channels]`: rows `[x | B | C]`.
+    convolved: &'a [f32],
+    /// Channels of a row.
+    channels: usize,
+    /// Where in a row the head's x, B and C begin.
+    at: [usize; 3],
+    /// Size of a line of the state.
+    d_state: usize,
 }
 
 /// The scan, `o [n, inner]`; `state [heads, P, N]` moves on.
@@ -127,17 +189,14 @@ fn scan(
     let (heads, p, d_state) = (geometry.heads, geometry.head_dim, geometry.d_state);
     let (inner, channels, width) = (geometry.inner(), geometry.conv_channels(), geometry.in_proj_rows());
     let n = projected.len() / width;
-    struct Head<'a> {
-        index: usize,
-        state: &'a mut [f32],
-        /// The head's part of each row's output.
-        out: Vec<&'a mut [f32]>,
-        /// The head's part of each snapshot.
-        after: Vec<&'a mut [f32]>,
-    }
     let mut o = vec![0.0; n * inner];
     let mut work: Vec<Head> = (state.chunks_exact_mut(p * d_state).enumerate())
-        .map(|(index, state)| Head { index, state, out: Vec::with_capacity(n), after: Vec::new() })
+        .map(|(index, state)| {
+            let group = index / (heads / geometry.groups);
+            let at = [index * p, inner + group * d_state, inner + (geometry.groups + group) * d_state];
+            let (out, steps, skip) = (Vec::with_capacity(n), Vec::with_capacity(n), weights.d_skip[index]);
+            Head { index, state, out, after: Vec::new(), steps, skip, convolved, channels, at, d_state }
+        })
         .collect();
     for row in o.chunks_exact_mut(inner) {
         work.iter_mut().zip(row.chunks_exact_mut(p)).for_each(|(head, out)| head.out.push(out));
@@ -146,35 +205,42 @@ fn scan(
         let parts = snapshot.ssm.chunks_exact_mut(p * d_state);
         work.iter_mut().zip(parts).for_each(|(head, part)| head.after.push(part));
     }
-    pool.each(work, |mut head| {
-        let h = head.index;
-        let group = h / (heads / geometry.groups);
-        let a = -math::exp(weights.a_log[h]);
-        let steps: Vec<(f32, f32)> = (projected.chunks_exact(width))
-            .map(|row| {
-                let raw = math::softplus(row[width - heads + h] + weights.dt_bias[h]);
+    let set = Set::of(pool.isa());
+    // A few heads make a task: one row of one head is too little.
+    let together = if n < LONG { heads.div_ceil(4 * pool.threads()) } else { 1 };
+    pool.each(work.chunks_mut(together).collect(), |heads: &mut [Head<'_>]| {
+        for head in heads {
+            let a = -math::exp(weights.a_log[head.index]);
+            head.steps.extend(projected.chunks_exact(width).map(|row| {
+                let raw = math::softplus(row[inner + channels + head.index] + weights.dt_bias[head.index]);
                 let dt = raw.clamp(geometry.dt_limit[0], geometry.dt_limit[1]);
                 (dt, math::exp(dt * a))
-            })
-            .collect();
-        for start in (0..n).step_by(STRETCH) {
-            let stretch = start..(start + STRETCH).min(n);
-            for (j, s) in head.state.chunks_exact_mut(d_state).enumerate() {
-                for t in stretch.clone() {
-                    let row = &convolved[t * channels..(t + 1) * channels];
-                    let x = row[h * p + j];
-                    let b = &row[inner + group * d_state..][..d_state];
-                    let c = &row[inner + (geometry.groups + group) * d_state..][..d_state];
-                    let (dt, decay) = steps[t];
-                    head.out[t][j] = step(s, decay, dt * x, b, c) + weights.d_skip[h] * x;
-                    if let Some(after) = head.after.get_mut(t) {
-                        after[j * d_state..(j + 1) * d_state].copy_from_slice(s);
-                    }
-                }
-            }
+            }));
+            (set.scan)(head);
         }
     });
     o
+}
+
+/// One head over all rows.
+#[inline(always)]
+pub(crate) fn scan_body(head: &mut Head<'_>) {
+    let (n, d_state) = (head.out.len(), head.d_state);
+    for start in (0..n).step_by(STRETCH) {
+        let stretch = start..(start + STRETCH).min(n);
+        for (j, s) in head.state.chunks_exact_mut(d_state).enumerate() {
+            for t in stretch.clone() {
+                let row = &head.convolved[t * head.channels..(t + 1) * head.channels];
+                let [x, b, c] = head.at;
+                let (x, b, c) = (row[x + j], &row[b..b + d_state], &row[c..c + d_state]);
+                let (dt, decay) = head.steps[t];
+                head.out[t][j] = step(s, decay, dt * x, b, c) + head.skip * x;
+                if let Some(after) = head.after.get_mut(t) {
+                    after[j * d_state..(j + 1) * d_state].copy_from_slice(s);
+                }
+            }
+        }
+    }
 }
 
 /// `s = decay · s + x · b`, returns `s · c`, for one line of the state.

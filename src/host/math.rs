@@ -4,6 +4,11 @@
 /// Adding and subtracting it rounds a float below 2^22 to the nearest integer, ties to even.
 pub(crate) const ROUND: f32 = 12_582_912.0;
 
+/// Coefficients of `(e^r − 1 − r) / r²` on `|r| <= ln 2 / 2`, highest power first.
+pub(crate) const EXP_FIRST: f32 = 1.987_569_1e-4;
+/// The others.
+pub(crate) const EXP_REST: [f32; 5] = [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5.0e-1];
+
 /// `2^k` for `k` in −126 … 127.
 #[inline(always)]
 fn power(k: i32) -> f32 {
@@ -13,8 +18,8 @@ fn power(k: i32) -> f32 {
 /// `e^r · 2^k` for `|r| <= ln 2 / 2`; relative error below 2e-7 where the result is normal.
 #[inline(always)]
 fn scaled_exp(r: f32, k: i32) -> f32 {
-    let mut p = 1.987_569_1e-4_f32;
-    for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5.0e-1] {
+    let mut p = EXP_FIRST;
+    for c in EXP_REST {
         p = p * r + c;
     }
     // In two steps, so that neither factor leaves the range of floats.
@@ -111,6 +116,27 @@ pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     tree(lanes)
 }
 
+/// Dot product of long rows: 64 lanes, the four sixteens added `(0 + 1) + (2 + 3)`.
+#[inline(always)]
+pub(crate) fn wide_dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut lanes = [0.0; 64];
+    let (a64, a_tail) = a.as_chunks::<64>();
+    let (b64, b_tail) = b.as_chunks::<64>();
+    for (a, b) in a64.iter().zip(b64) {
+        for l in 0..64 {
+            lanes[l] += a[l] * b[l];
+        }
+    }
+    for (l, (a, b)) in a_tail.iter().zip(b_tail).enumerate() {
+        lanes[l] += a * b;
+    }
+    let mut sum = [0.0; 16];
+    for l in 0..16 {
+        sum[l] = (lanes[l] + lanes[16 + l]) + (lanes[32 + l] + lanes[48 + l]);
+    }
+    tree(sum)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -158,7 +184,7 @@ mod tests {
             let a: Vec<f32> = (0..len).map(|i| i as f32 - 7.0).collect();
             let b: Vec<f32> = (0..len).map(|i| 3.0 - i as f32).collect();
             let wanted: f32 = a.iter().zip(&b).map(|(a, b)| a * b).sum();
-            assert_eq!(dot(&a, &b), wanted);
+            assert_eq!((dot(&a, &b), wide_dot(&a, &b)), (wanted, wanted));
         }
     }
 }

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::kernels::{Input, Set, cut, tile};
+use super::kernels::{Input, Set, cut, prepare_here, split_columns, tile};
 use super::math;
 use crate::host::Pool;
 use crate::knobs::Activations;
@@ -68,7 +68,7 @@ pub(crate) fn run(pool: &Pool, act: Activations, jobs: Vec<Job<'_>>) {
     let mut given = Vec::with_capacity(jobs.len());
     for (index, Job { weights, input, out }) in jobs.into_iter().enumerate() {
         given.push((weights, input));
-        for (rows, out) in super::kernels::split_columns(out, input.n(), &cut(pool, &weights.down, bytes)) {
+        for (rows, out) in split_columns(out, input.n(), &cut(pool, &weights.down, bytes)) {
             items.push(Item::Down { job: index, rows, out, weights });
         }
     }
@@ -83,7 +83,7 @@ pub(crate) fn run(pool: &Pool, act: Activations, jobs: Vec<Job<'_>>) {
             // Release and acquire: the last one sees what the others have set.
             if inner.left.fetch_sub(1, Ordering::AcqRel) == 1 {
                 let gathered = gather(&inner.parts, input.n(), weights.up.rows());
-                let _ = inner.ready.set(Some(Input::new(set, &weights.down, act, &gathered)));
+                let _ = inner.ready.set(Some(prepare_here(set, &weights.down, act, &gathered)));
             }
         }
         Item::Down { job, rows, mut out, weights } => {

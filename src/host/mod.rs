@@ -21,7 +21,7 @@ pub use decoder::{Decoder, NotFinite, Observer, Place, Snapshots};
 pub use draft::DraftConventions;
 pub use head::Pick;
 pub use isa::{Isa, IsaError};
-pub use kernels::{matmul, row};
+pub use kernels::{matmul, regions_run, row};
 pub use moe::{ExpertRows, Routes};
 pub use pool::{Pool, physical_cores};
 pub use sequence::{HostSequence, Round, SequenceError};

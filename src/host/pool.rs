@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use rayon::ThreadPool;
+use rayon::{Scope, ThreadPool};
 
 use super::isa::Isa;
 
@@ -92,9 +92,18 @@ impl Pool {
             }
         };
         pool.in_place_scope(|scope| {
-            for _ in 0..helpers {
-                scope.spawn(|_| drain());
-            }
+            wake(scope, helpers, &drain);
+            drain();
+        });
+    }
+}
+
+/// Sets `helpers` threads to work, each of which wakes half of those still to come: the caller is held up by one.
+fn wake<'scope>(scope: &Scope<'scope>, helpers: usize, drain: &'scope (impl Fn() + Sync)) {
+    if let Some(others) = helpers.checked_sub(1) {
+        scope.spawn(move |scope| {
+            wake(scope, others.div_ceil(2), drain);
+            wake(scope, others / 2, drain);
             drain();
         });
     }

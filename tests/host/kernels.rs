@@ -201,3 +201,66 @@ fn rows_dequantise_as_the_twin_does() {
         }
     }
 }
+
+/// The sets this processor has, asked without the library; with `RIPARIAN_TEST_ISA=avx2,avx512` those are demanded.
+fn wanted() -> Vec<Isa> {
+    #[cfg_attr(not(target_arch = "x86_64"), expect(unused_mut, reason = "x86 alone has more sets"))]
+    let mut wanted = vec![Isa::Portable];
+    #[cfg(target_arch = "x86_64")]
+    {
+        let avx2 = ["avx2", "fma", "f16c"].map(cpu_flag).iter().all(|has| *has);
+        wanted.extend(avx2.then_some(Isa::Avx2));
+        let avx512 = ["avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"].map(cpu_flag);
+        wanted.extend((avx2 && avx512.iter().all(|has| *has)).then_some(Isa::Avx512));
+    }
+    if let Ok(names) = std::env::var("RIPARIAN_TEST_ISA") {
+        for name in names.split(',') {
+            let isa: Isa = name.parse().unwrap();
+            assert!(wanted.contains(&isa), "RIPARIAN_TEST_ISA={names}: this processor has no {isa}");
+        }
+    }
+    wanted
+}
+
+/// Whether the kernel lists a flag; without such a list, whether the library finds what it needs.
+#[cfg(target_arch = "x86_64")]
+fn cpu_flag(flag: &str) -> bool {
+    match std::fs::read_to_string("/proc/cpuinfo") {
+        Ok(text) => text.lines().find(|l| l.starts_with("flags")).is_some_and(|l| l.split(' ').any(|f| f == flag)),
+        Err(_) => {
+            if flag.starts_with("avx512") {
+                Isa::Avx512.is_present()
+            } else {
+                Isa::Avx2.is_present()
+            }
+        }
+    }
+}
+
+/// Every set the processor has is found, can be forced, and is the one that runs.
+#[test]
+fn every_set_present_is_run() {
+    let wanted = wanted();
+    assert_eq!(Isa::present().collect::<Vec<_>>(), wanted);
+    let mut random = Random(8);
+    for isa in Isa::ALL {
+        if !wanted.contains(&isa) {
+            assert!(isa.require().is_err(), "{isa}");
+            continue;
+        }
+        let before = riparian::host::regions_run(isa);
+        let pool = Pool::with_isa(2, isa.require().unwrap());
+        assert_eq!(pool.isa(), isa);
+        for codec in CODECS {
+            let matrix = random.matrix(codec, [33, 96], 1);
+            let x = random.rows(5 * 96, 1.0);
+            for act in MODES {
+                compare(&pool, &matrix, &x, act);
+            }
+        }
+        let ran = riparian::host::regions_run(isa) - before;
+        assert!(ran >= 10, "{isa} ran {ran} times");
+        println!("{isa}: {ran} regions of products");
+    }
+    assert!("sse9".parse::<Isa>().is_err());
+}

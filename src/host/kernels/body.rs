@@ -14,13 +14,24 @@ use crate::model::tensors::Codec;
 
 use super::input::{Codes, Floats, GROUP, LANES, WIDE};
 
-/// The 32 rungs of a q4tp row: `2^(lo + code · step)`.
+/// What the logarithms of a ladder's sixteen parts are made of: `lo` and `step` times these. Lanes 0 to 7 are every
+/// fourth rung, 8 to 11 the factors from it to the next three.
+pub(super) const PARTS: [[f32; LANES]; 2] = [
+    [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+    [0.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 28.0, 0.0, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0],
+];
+
+/// The 32 rungs of a q4tp row, `2^(lo + code · step)`: every fourth one times `2^step`, `2^(2 · step)`, `2^(3 · step)`.
 #[inline(always)]
 pub(super) fn ladder(params: &[u8; 4]) -> [f32; 32] {
     let (lo, step) = (math::half_at(&params[..2]), math::half_at(&params[2..]));
+    let mut parts = [0.0; LANES];
+    for l in 0..LANES {
+        parts[l] = math::exp2(lo * PARTS[0][l] + step * PARTS[1][l]);
+    }
     let mut rungs = [0.0; 32];
-    for (code, rung) in rungs.iter_mut().enumerate() {
-        *rung = math::exp2(lo + code as f32 * step);
+    for code in 0..32 {
+        rungs[code] = parts[code / 4] * parts[8 + code % 4];
     }
     rungs
 }
@@ -181,6 +192,17 @@ pub(super) fn nibbles(w: &[u8], groups: usize, scales: &[f32]) -> impl Fn(usize,
                 out[k] = (i32::from(w[k] & 15) - 8) as f32 * scale;
                 out[16 + k] = (i32::from(w[k] >> 4) - 8) as f32 * scale;
             }
+        }
+    }
+}
+
+/// Dot products of float rows: `out [matrix rows, rows]`.
+#[inline(always)]
+pub(super) fn dots(matrix: &[f32], rows: &[f32], width: usize, out: &mut [f32]) {
+    let n = rows.len() / width;
+    for (line, out) in matrix.chunks_exact(width).zip(out.chunks_exact_mut(n)) {
+        for (row, out) in rows.chunks_exact(width).zip(out) {
+            *out = math::wide_dot(line, row);
         }
     }
 }

@@ -56,6 +56,28 @@ pub(crate) struct Floats {
     pub(crate) x: Vec<f32>,
 }
 
+/// One row being prepared.
+pub(crate) enum Row<'a> {
+    /// For int8 products.
+    Codes {
+        /// `[cols]`
+        x: &'a [f32],
+        /// `[lanes]`
+        codes: &'a mut [[i8; GROUP]],
+        /// `[lanes]`
+        steps: &'a mut [f32],
+        /// `[lanes]`
+        offsets: &'a mut [i32],
+    },
+    /// For float products.
+    Floats {
+        /// `[cols]`
+        x: &'a [f32],
+        /// `[stride]`
+        to: &'a mut [f32],
+    },
+}
+
 impl Codes {
     fn zeros(n: usize, cols: usize) -> Self {
         let lanes = cols.div_ceil(GROUP).next_multiple_of(LANES);
@@ -79,42 +101,50 @@ impl Floats {
 }
 
 impl Input {
-    /// Rows `x [n, cols]` for products with `matrix`.
-    pub(crate) fn new(set: &Set, matrix: &Matrix, act: Activations, x: &[f32]) -> Self {
+    /// Rows `x [n, cols]` for products with `matrix`. `each` does its work on all items, in whatever way.
+    pub(crate) fn new(
+        set: &Set,
+        matrix: &Matrix,
+        act: Activations,
+        x: &[f32],
+        each: impl FnOnce(Vec<Row<'_>>, &(dyn Fn(Row<'_>) + Sync)),
+    ) -> Self {
         let cols = matrix.cols();
-        assert_eq!(x.len() % cols, 0, "rows of {} columns for {matrix:?}", cols);
+        assert_eq!(x.len() % cols, 0, "rows of {cols} columns for {matrix:?}");
         let n = x.len() / cols;
         let fields = (matrix.codec() == Codec::Q8_2f).then(|| matrix.q8_2f().col_fields);
         let split = matrix.codec() == Codec::Q4tp;
         if matrix.codec().is_quantized() && act == Activations::Int8 {
-            let mut rows = Codes::zeros(n, cols);
-            let mut folded = vec![0.0; rows.lanes * GROUP];
-            for i in 0..n {
-                folded[..cols].copy_from_slice(&x[i * cols..(i + 1) * cols]);
-                let lanes = i * rows.lanes..(i + 1) * rows.lanes;
-                let codes = &mut rows.codes.as_chunks_mut().0[lanes.clone()];
-                (set.quantize)(
-                    &mut folded,
-                    fields,
-                    split,
-                    codes,
-                    &mut rows.steps[lanes.clone()],
-                    &mut rows.offsets[lanes],
-                );
-            }
-            return Self::Codes(rows);
+            let mut codes = Codes::zeros(n, cols);
+            let lanes = codes.lanes;
+            let items = (x.chunks_exact(cols).zip(codes.codes.as_chunks_mut::<GROUP>().0.chunks_exact_mut(lanes)))
+                .zip(codes.steps.chunks_exact_mut(lanes))
+                .zip(codes.offsets.chunks_exact_mut(lanes))
+                .map(|(((x, codes), steps), offsets)| Row::Codes { x, codes, steps, offsets })
+                .collect();
+            each(items, &|row| {
+                if let Row::Codes { x, codes, steps, offsets } = row {
+                    let mut folded = vec![0.0; lanes * GROUP];
+                    folded[..cols].copy_from_slice(x);
+                    (set.quantize)(&mut folded, fields, split, codes, steps, offsets);
+                }
+            });
+            return Self::Codes(codes);
         }
         let stride = cols.next_multiple_of(WIDE);
         let mut rows = vec![0.0; n * stride];
-        for (to, from) in rows.chunks_exact_mut(stride).zip(x.chunks_exact(cols)) {
-            to[..cols].copy_from_slice(from);
-            if let Some(fields) = fields {
-                fold(&mut to[..cols], fields);
+        let items = rows.chunks_exact_mut(stride).zip(x.chunks_exact(cols));
+        each(items.map(|(to, x)| Row::Floats { x, to }).collect(), &|row| {
+            if let Row::Floats { x, to } = row {
+                to[..cols].copy_from_slice(x);
+                if let Some(fields) = fields {
+                    fold(&mut to[..cols], fields);
+                }
+                if split {
+                    to.as_chunks_mut::<GROUP>().0.iter_mut().for_each(|group| *group = split_group(group));
+                }
             }
-            if split {
-                to.as_chunks_mut::<GROUP>().0.iter_mut().for_each(|group| *group = split_group(group));
-            }
-        }
+        });
         Self::Floats(Floats { n, stride, x: rows })
     }
 

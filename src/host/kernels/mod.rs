@@ -7,6 +7,13 @@
 //! its weight row and its activation row alone, in one order: it does not
 //! depend on how many rows there are, nor on threads or tiles.
 
+#![allow(
+    clippy::needless_range_loop,
+    clippy::too_many_arguments,
+    clippy::type_complexity,
+    reason = "lanes are indexed side by side; kernels take planes and shapes as they are"
+)]
+
 mod body;
 mod input;
 mod portable;
@@ -17,12 +24,14 @@ pub(super) mod simd_avx2;
 pub(super) mod simd_avx512;
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 pub(crate) use input::Input;
 pub(crate) use set::Set;
 
 use self::input::{GROUP, LANES};
 use self::set::CHUNK;
+use super::isa::Isa;
 use super::math;
 use super::pool::Pool;
 use crate::knobs::Activations;
@@ -36,6 +45,15 @@ const TILE_MIN_BYTES: usize = 32 << 10;
 const TILE_MAX_BYTES: usize = 512 << 10;
 /// Tiles for each thread, so that the last ones end together.
 const TILES_PER_THREAD: usize = 6;
+
+/// Regions of products run with each instruction set.
+static RUNS: [AtomicU64; Isa::ALL.len()] = [const { AtomicU64::new(0) }; Isa::ALL.len()];
+
+/// How many regions of products this process has run with an instruction set: tests prove by it that a set was used.
+#[must_use]
+pub fn regions_run(isa: Isa) -> u64 {
+    RUNS[isa as usize].load(Ordering::Relaxed)
+}
 
 /// A product of a parallel region.
 pub(crate) struct Job<'a> {
@@ -103,7 +121,20 @@ pub fn row(matrix: &Matrix, r: usize, out: &mut [f32]) {
 
 /// Rows `x [n, cols]` prepared for products with `matrix`, in parallel when there are many.
 pub(crate) fn prepare(pool: &Pool, matrix: &Matrix, act: Activations, x: &[f32]) -> Input {
-    Input::new(Set::of(pool.isa()), matrix, act, x)
+    /// Rows of a task: some ten microseconds.
+    const ROWS: usize = 8;
+    Input::new(Set::of(pool.isa()), matrix, act, x, |mut rows, work| {
+        let mut tasks = Vec::with_capacity(rows.len().div_ceil(ROWS));
+        while !rows.is_empty() {
+            tasks.push(rows.split_off(rows.len().saturating_sub(ROWS)));
+        }
+        pool.each(tasks, |rows: Vec<_>| rows.into_iter().for_each(work));
+    })
+}
+
+/// As [`prepare`], on this thread alone.
+pub(crate) fn prepare_here(set: &Set, matrix: &Matrix, act: Activations, x: &[f32]) -> Input {
+    Input::new(set, matrix, act, x, |rows, work| rows.into_iter().for_each(work))
 }
 
 /// All products, in one parallel region.
@@ -116,6 +147,7 @@ pub(crate) fn run(pool: &Pool, jobs: Vec<Job<'_>>) {
         }
     }
     let set = Set::of(pool.isa());
+    RUNS[pool.isa() as usize].fetch_add(1, Ordering::Relaxed);
     pool.each(tiles, |(matrix, input, rows, mut out)| {
         tile(set, matrix, rows, input, |r, i, y| out[i][r] = y);
     });

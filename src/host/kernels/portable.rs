@@ -3,10 +3,24 @@
 use super::body;
 use super::input::{Codes, Floats, GROUP, quantize_body};
 use super::set::{Set, by_rows};
+use crate::host::attention::attend_body;
+use crate::host::mamba::scan_body;
 use crate::host::math;
 
-pub(super) static SET: Set =
-    Set { quantize, scales, q8_codes, q4_codes, q8_floats, q4_floats, f32: exact32, f16: exact16, bf16: brain16 };
+pub(super) static SET: Set = Set {
+    quantize,
+    scales,
+    q8_codes,
+    q4_codes,
+    q8_floats,
+    q4_floats,
+    f32: exact32,
+    f16: exact16,
+    bf16: brain16,
+    dots: body::dots,
+    scan: scan_body,
+    attend: attend_body,
+};
 
 fn quantize(
     x: &mut [f32],

@@ -1,7 +1,9 @@
 //! One instruction set's versions of all kernels.
 
 use super::input::{Codes, Floats, GROUP};
+use crate::host::attention::{Partial, Tile};
 use crate::host::isa::Isa;
+use crate::host::mamba::Head;
 
 /// Most activation rows one call of a kernel takes.
 pub(crate) const CHUNK: usize = 4;
@@ -28,6 +30,12 @@ pub(crate) struct Set {
     pub(crate) f16: fn(&[u8], usize, &Floats, usize, usize, &mut [f32]),
     /// As `f32`.
     pub(crate) bf16: fn(&[u8], usize, &Floats, usize, usize, &mut [f32]),
+    /// [`super::body::dots`]
+    pub(crate) dots: fn(&[f32], &[f32], usize, &mut [f32]),
+    /// [`crate::host::mamba::scan_body`]
+    pub(crate) scan: fn(&mut Head<'_>),
+    /// [`crate::host::attention::attend_body`]
+    pub(crate) attend: fn(&Tile<'_>, &mut [Partial]),
 }
 
 impl Set {

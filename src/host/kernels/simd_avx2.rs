@@ -12,8 +12,13 @@
 use std::arch::x86_64::*;
 
 use super::body;
-use super::input::{Codes, Floats, GROUP, LANES, WIDE, quantize_body};
+use super::input::{Codes, Floats, GROUP, LANES, Q8_OFFSET, WIDE};
 use super::set::{Set, by_rows};
+use crate::host::attention::{Partial, Tile, attend_body};
+use crate::host::mamba::{Head, scan_body};
+
+/// How far ahead of its use a weight is asked for: beyond the page, so that its address is translated in time too.
+const AHEAD: usize = 4096 + 512;
 
 /// Whether the processor has the instructions.
 pub(crate) fn present() -> bool {
@@ -25,8 +30,20 @@ pub(super) fn set() -> Option<&'static Set> {
     present().then_some(&SET)
 }
 
-static SET: Set =
-    Set { quantize, scales, q8_codes, q4_codes, q8_floats, q4_floats, f32: exact32, f16: exact16, bf16: brain16 };
+static SET: Set = Set {
+    quantize,
+    scales,
+    q8_codes,
+    q4_codes,
+    q8_floats,
+    q4_floats,
+    f32: exact32,
+    f16: exact16,
+    bf16: brain16,
+    dots,
+    scan,
+    attend,
+};
 
 /// Defines functions compiled with the instructions.
 macro_rules! with_instructions {
@@ -60,7 +77,78 @@ kernel! {
         steps: &mut [f32],
         offsets: &mut [i32],
     ) {
-        quantize_body(x, fields, split, codes, steps, offsets);
+        let x = x.as_chunks_mut::<8>().0;
+        if let Some(fields) = fields {
+            let (whole, tail) = fields.as_chunks::<16>();
+            let mut last = [0; 16];
+            last[..tail.len()].copy_from_slice(tail);
+            for (x, fields) in x.iter_mut().zip(whole.iter().chain([&last])) {
+                // SAFETY: 16 bytes are read from an array of 16.
+                let fields = _mm256_cvtph_ps(unsafe { _mm_loadu_si128(fields.as_ptr().cast()) });
+                let folded = _mm256_mul_ps(floats(x), fields);
+                put(x, folded);
+            }
+        }
+        let factor = if split { 8 } else { Q8_OFFSET };
+        let magnitude = _mm256_set1_epi32(0x7fff_ffff);
+        let (least, most) = (_mm256_set1_ps(-127.0), _mm256_set1_ps(127.0));
+        for (((x, codes), step), offset) in x.as_chunks::<4>().0.iter().zip(&mut *codes).zip(steps).zip(offsets) {
+            let x = [floats(&x[0]), floats(&x[1]), floats(&x[2]), floats(&x[3])];
+            // The magnitudes' bits order as the magnitudes do, with NaN above infinity.
+            let bits = x.map(|x| _mm256_and_si256(_mm256_castps_si256(x), magnitude));
+            let eight = _mm256_max_epi32(_mm256_max_epi32(bits[0], bits[1]), _mm256_max_epi32(bits[2], bits[3]));
+            let four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256::<1>(eight));
+            let two = _mm_max_epi32(four, _mm_shuffle_epi32::<0b01_00_11_10>(four));
+            let one = _mm_max_epi32(two, _mm_shuffle_epi32::<0b10_11_00_01>(two));
+            let d = f32::from_bits(_mm_cvtsi128_si32(one) as u32) / 127.0;
+            let zero = d < f32::MIN_POSITIVE;
+            *step = if zero { 0.0 } else { d };
+            let divisor = _mm256_set1_ps(if zero { f32::INFINITY } else { d });
+            let q = x.map(|x| {
+                let quotient = _mm256_max_ps(_mm256_min_ps(_mm256_div_ps(x, divisor), most), least);
+                // Rounds to the nearest, ties to even, as the processor does unless told otherwise.
+                _mm256_cvtps_epi32(quotient)
+            });
+            // Packing goes lane by lane: the order is put right after.
+            let q = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+            let q = _mm256_permutevar8x32_epi32(q, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+            let sums = widen(_mm256_maddubs_epi16(_mm256_set1_epi8(1), q));
+            let four = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256::<1>(sums));
+            let two = _mm_add_epi32(four, _mm_shuffle_epi32::<0b01_00_11_10>(four));
+            let one = _mm_add_epi32(two, _mm_shuffle_epi32::<0b10_11_00_01>(two));
+            *offset = _mm_cvtsi128_si32(one) * factor;
+            put_bytes(codes, q);
+        }
+        if split {
+            let even = _mm256_set1_epi16(255);
+            // Packing goes lane by lane: the order is put right after.
+            let narrow = |a, b| _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi16(a, b));
+            for four in codes.as_chunks_mut::<4>().0 {
+                let [a, b, c, d] = [bytes(&four[0]), bytes(&four[1]), bytes(&four[2]), bytes(&four[3])];
+                put_bytes(&mut four[0], narrow(_mm256_and_si256(a, even), _mm256_and_si256(b, even)));
+                put_bytes(&mut four[1], narrow(_mm256_and_si256(c, even), _mm256_and_si256(d, even)));
+                put_bytes(&mut four[2], narrow(_mm256_srli_epi16::<8>(a), _mm256_srli_epi16::<8>(b)));
+                put_bytes(&mut four[3], narrow(_mm256_srli_epi16::<8>(c), _mm256_srli_epi16::<8>(d)));
+            }
+        }
+    }
+}
+
+kernel! {
+    fn dots(matrix: &[f32], rows: &[f32], width: usize, out: &mut [f32]) {
+        body::dots(matrix, rows, width, out);
+    }
+}
+
+kernel! {
+    fn scan(head: &mut Head<'_>) {
+        scan_body(head);
+    }
+}
+
+kernel! {
+    fn attend(tile: &Tile<'_>, partials: &mut [Partial]) {
+        attend_body(tile, partials);
     }
 }
 
@@ -73,14 +161,14 @@ kernel! {
             let ladder = body::ladder(params);
             let ladder: &[[f32; 8]; 4] = bytemuck::cast_ref(&ladder);
             let table = [floats(&ladder[0]), floats(&ladder[1]), floats(&ladder[2]), floats(&ladder[3])];
-            for (eight, out) in out[..groups].chunks_mut(8).enumerate() {
-                let mut word = [0; 8];
-                let here = &codes[5 * eight..];
-                let len = here.len().min(5);
-                word[..len].copy_from_slice(&here[..len]);
+            let (whole, tail) = out[..groups].as_chunks_mut::<8>();
+            for (eight, out) in whole.iter_mut().enumerate() {
+                put(out, look_up(&table, eight_codes(&codes[5 * eight..])));
+            }
+            if !tail.is_empty() {
                 let mut scales = [0.0; 8];
-                put(&mut scales, look_up(&table, u64::from_le_bytes(word)));
-                out.copy_from_slice(&scales[..out.len()]);
+                put(&mut scales, look_up(&table, eight_codes(&codes[5 * whole.len()..])));
+                tail.copy_from_slice(&scales[..tail.len()]);
             }
             out[groups..].fill(0.0);
         }
@@ -162,6 +250,27 @@ with_instructions! {
         unsafe { _mm256_loadu_si256(x.as_ptr().cast()) }
     }
 
+    fn put_bytes(out: &mut [i8; 32], x: __m256i) {
+        // SAFETY: 32 bytes are written to an array of 32.
+        unsafe { _mm256_storeu_si256(out.as_mut_ptr().cast(), x) }
+    }
+
+    /// Asks memory for the `LINES` lines that lie [`AHEAD`] bytes on: the processor's own foresight ends with a page.
+    fn ask<const LINES: usize>(from: *const i8) {
+        for line in 0..LINES {
+            // A prefetch reads nothing and does not fault, wherever it points.
+            _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD + 64 * line));
+        }
+    }
+
+    /// Eight numbers of 5 bits each at the start of `codes` (fewer where it is shorter), other bits above them.
+    fn eight_codes(codes: &[u8]) -> u64 {
+        if let Some(word) = codes.first_chunk() {
+            return u64::from_le_bytes(*word);
+        }
+        codes.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte))
+    }
+
     /// Entries of a table of 32 at eight numbers of 5 bits each.
     fn look_up(table: &[__m256; 4], codes: u64) -> __m256 {
         let (low, high) = (_mm_set1_epi32(codes as i32), _mm_set1_epi32((codes >> 20) as i32));
@@ -202,19 +311,23 @@ with_instructions! {
             last[..tail.len()].copy_from_slice(tail);
             let eights = whole.iter().chain((!tail.is_empty()).then_some(&last));
             for (eight, w) in eights.enumerate() {
+                ask::<4>(w.as_ptr());
                 let w: &[[i8; GROUP]; 8] = bytemuck::cast_ref(w);
                 for i in 0..N {
                     let (codes, steps, _) = eight_of(x, first + i, eight);
-                    let d = std::array::from_fn(|j| {
+                    let mut d = [_mm256_setzero_si256(); 8];
+                    for j in 0..8 {
                         let w = bytes(&w[j]);
                         let signed = _mm256_sign_epi8(bytes(&codes[j]), w);
-                        widen(_mm256_maddubs_epi16(_mm256_abs_epi8(w), signed))
-                    });
+                        d[j] = widen(_mm256_maddubs_epi16(_mm256_abs_epi8(w), signed));
+                    }
                     let products = _mm256_mul_ps(floats(steps), _mm256_cvtepi32_ps(sums_of(d)));
                     acc[i][eight % 2] = _mm256_add_ps(acc[i][eight % 2], products);
                 }
             }
-            *out = acc.map(|acc| sum16(acc[0], acc[1]));
+            for i in 0..N {
+                out[i] = sum16(acc[i][0], acc[i][1]);
+            }
         }
     }
 
@@ -235,21 +348,23 @@ with_instructions! {
             last[..tail.len()].copy_from_slice(tail);
             let eights = whole.iter().chain((!tail.is_empty()).then_some(&last));
             for ((eight, w), scales) in eights.enumerate().zip(scales.as_chunks::<8>().0) {
+                ask::<2>(w.as_ptr());
                 // Each vector holds the nibbles of two groups.
                 let w: &[[i8; 32]; 4] = bytemuck::cast_ref(w);
                 for i in 0..N {
                     let (codes, steps, offsets) = eight_of(x, first + i, eight);
-                    let d: [__m256i; 4] = std::array::from_fn(|j| {
+                    let mut d = [_mm256_setzero_si256(); 4];
+                    for j in 0..4 {
                         let w = bytes(&w[j]);
-                        let (even, odd) = (_mm256_and_si256(w, mask), _mm256_and_si256(_mm256_srli_epi16::<4>(w), mask));
+                        let even = _mm256_and_si256(w, mask);
+                        let odd = _mm256_and_si256(_mm256_srli_epi16::<4>(w), mask);
                         // Of four groups the evens are two vectors and the odds two more.
                         let at = 4 * (j / 2) + j % 2;
-                        let pairs = _mm256_add_epi16(
+                        d[j] = widen(_mm256_add_epi16(
                             _mm256_maddubs_epi16(even, bytes(&codes[at])),
                             _mm256_maddubs_epi16(odd, bytes(&codes[at + 2])),
-                        );
-                        widen(pairs)
-                    });
+                        ));
+                    }
                     let sums = _mm256_hadd_epi32(_mm256_hadd_epi32(d[0], d[1]), _mm256_hadd_epi32(d[2], d[3]));
                     // Lane i of d[j] is group 2·j + i.
                     let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
@@ -259,7 +374,9 @@ with_instructions! {
                     acc[i][eight % 2] = _mm256_add_ps(acc[i][eight % 2], products);
                 }
             }
-            *out = acc.map(|acc| sum16(acc[0], acc[1]));
+            for i in 0..N {
+                out[i] = sum16(acc[i][0], acc[i][1]);
+            }
         }
     }
 
@@ -276,35 +393,44 @@ with_instructions! {
         let rows = w.chunks_exact(groups * 16).zip(scales.chunks_exact(lanes));
         for ((w, scales), out) in rows.zip(out.as_chunks_mut::<N>().0) {
             let mut acc = [[_mm256_setzero_ps(); 8]; N];
-            for (g, (w, scale)) in w.as_chunks::<16>().0.iter().zip(scales).enumerate() {
-                // SAFETY: 16 bytes are read from an array of 16.
-                let nibbles = unsafe { _mm_loadu_si128(w.as_ptr().cast()) };
-                let (even, odd) = (_mm_and_si128(nibbles, mask), _mm_and_si128(_mm_srli_epi16::<4>(nibbles), mask));
-                let scale = _mm256_set1_ps(*scale);
-                let eight = |codes: __m128i| {
-                    let values = _mm256_sub_epi32(_mm256_cvtepu8_epi32(codes), zero);
-                    _mm256_mul_ps(_mm256_cvtepi32_ps(values), scale)
-                };
-                let w = [
-                    eight(even),
-                    eight(_mm_srli_si128::<8>(even)),
-                    eight(odd),
-                    eight(_mm_srli_si128::<8>(odd)),
-                ];
-                for i in 0..N {
-                    let x = x.row(first + i).as_chunks::<8>().0[4 * g..].first_chunk::<4>().expect("padded rows");
-                    for j in 0..4 {
-                        let acc = &mut acc[i][4 * (g % 2) + j];
-                        *acc = _mm256_fmadd_ps(w[j], floats(&x[j]), *acc);
+            let (pairs, odd) = w.as_chunks::<32>();
+            let mut last = [0x88; 32];
+            last[..odd.len()].copy_from_slice(odd);
+            let pairs = pairs.iter().chain((!odd.is_empty()).then_some(&last));
+            for (pair, (w, scales)) in pairs.zip(scales.as_chunks::<2>().0).enumerate() {
+                for g in 0..2 {
+                    // SAFETY: 16 bytes are read from 32, from 0 or from 16 on.
+                    let nibbles = unsafe { _mm_loadu_si128(w[16 * g..].as_ptr().cast()) };
+                    let even = _mm_and_si128(nibbles, mask);
+                    let odd = _mm_and_si128(_mm_srli_epi16::<4>(nibbles), mask);
+                    let scale = _mm256_set1_ps(scales[g]);
+                    let eight = |codes: __m128i| {
+                        let values = _mm256_sub_epi32(_mm256_cvtepu8_epi32(codes), zero);
+                        _mm256_mul_ps(_mm256_cvtepi32_ps(values), scale)
+                    };
+                    let w = [
+                        eight(even),
+                        eight(_mm_srli_si128::<8>(even)),
+                        eight(odd),
+                        eight(_mm_srli_si128::<8>(odd)),
+                    ];
+                    for i in 0..N {
+                        let x = x.row(first + i).as_chunks::<8>().0[8 * pair + 4 * g..].first_chunk::<4>();
+                        let x = x.expect("padded rows");
+                        for j in 0..4 {
+                            acc[i][4 * g + j] = _mm256_fmadd_ps(w[j], floats(&x[j]), acc[i][4 * g + j]);
+                        }
                     }
                 }
             }
-            *out = acc.map(|acc| sum64(acc));
+            for i in 0..N {
+                out[i] = sum64(&acc[i]);
+            }
         }
     }
 
     /// The four sixteens added as everywhere.
-    fn sum64(acc: [__m256; 8]) -> f32 {
+    fn sum64(acc: &[__m256; 8]) -> f32 {
         let half = |h: usize| {
             _mm256_add_ps(_mm256_add_ps(acc[h], acc[2 + h]), _mm256_add_ps(acc[4 + h], acc[6 + h]))
         };
@@ -337,6 +463,7 @@ fn elements_of<const SIZE: usize, const N: usize>(
         last[..tail.len()].copy_from_slice(tail);
         let chunks = whole.iter().chain((!tail.is_empty()).then_some(&last));
         for (c, w) in chunks.enumerate() {
+            ask::<SIZE>(w.as_ptr().cast());
             let w = w.as_chunks::<8>().0;
             for i in 0..N {
                 let x = x.row(first + i).as_chunks::<8>().0[8 * c..].first_chunk::<8>().expect("padded rows");
@@ -345,6 +472,8 @@ fn elements_of<const SIZE: usize, const N: usize>(
                 }
             }
         }
-        *out = acc.map(|acc| sum64(acc));
+        for i in 0..N {
+            out[i] = sum64(&acc[i]);
+        }
     }
 }

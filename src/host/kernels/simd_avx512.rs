@@ -12,11 +12,16 @@
 use std::arch::x86_64::*;
 
 use super::body;
-use super::input::{Codes, Floats, GROUP, LANES, WIDE, quantize_body};
+use super::input::{Codes, Floats, GROUP, LANES, Q8_OFFSET, WIDE};
 use super::set::{Set, by_rows};
+use crate::host::attention::{Partial, Tile, attend_body};
+use crate::host::mamba::{Head, scan_body};
+use crate::host::math;
 
 /// Groups of a block.
 const BLOCK: usize = LANES;
+/// How far ahead of its use a weight is asked for: beyond the page, so that its address is translated in time too.
+const AHEAD: usize = 4096 + 512;
 
 /// Whether the processor has the instructions.
 pub(crate) fn present() -> bool {
@@ -33,8 +38,20 @@ pub(super) fn set() -> Option<&'static Set> {
     present().then_some(&SET)
 }
 
-static SET: Set =
-    Set { quantize, scales, q8_codes, q4_codes, q8_floats, q4_floats, f32: exact32, f16: exact16, bf16: brain16 };
+static SET: Set = Set {
+    quantize,
+    scales,
+    q8_codes,
+    q4_codes,
+    q8_floats,
+    q4_floats,
+    f32: exact32,
+    f16: exact16,
+    bf16: brain16,
+    dots,
+    scan,
+    attend,
+};
 
 /// Defines functions compiled with the instructions.
 macro_rules! with_instructions {
@@ -68,7 +85,73 @@ kernel! {
         steps: &mut [f32],
         offsets: &mut [i32],
     ) {
-        quantize_body(x, fields, split, codes, steps, offsets);
+        let x = x.as_chunks_mut::<16>().0;
+        if let Some(fields) = fields {
+            let (whole, tail) = fields.as_chunks::<32>();
+            let mut last = [0; 32];
+            last[..tail.len()].copy_from_slice(tail);
+            for (x, fields) in x.iter_mut().zip(whole.iter().chain([&last])) {
+                // SAFETY: 32 bytes are read from an array of 32.
+                let fields = _mm512_cvtph_ps(unsafe { _mm256_loadu_si256(fields.as_ptr().cast()) });
+                let folded = _mm512_mul_ps(floats(x), fields);
+                put(x, folded);
+            }
+        }
+        let factor = if split { 8 } else { Q8_OFFSET };
+        let magnitude = _mm512_set1_epi32(0x7fff_ffff);
+        let (least, most) = (_mm512_set1_ps(-127.0), _mm512_set1_ps(127.0));
+        for (((x, codes), step), offset) in x.as_chunks::<2>().0.iter().zip(&mut *codes).zip(steps).zip(offsets) {
+            let (a, b) = (floats(&x[0]), floats(&x[1]));
+            // The magnitudes' bits order as the magnitudes do, with NaN above infinity.
+            let largest = _mm512_max_epi32(
+                _mm512_and_si512(_mm512_castps_si512(a), magnitude),
+                _mm512_and_si512(_mm512_castps_si512(b), magnitude),
+            );
+            let d = f32::from_bits(_mm512_reduce_max_epi32(largest) as u32) / 127.0;
+            let zero = d < f32::MIN_POSITIVE;
+            *step = if zero { 0.0 } else { d };
+            let divisor = _mm512_set1_ps(if zero { f32::INFINITY } else { d });
+            let [a, b] = [a, b].map(|x| {
+                let quotient = _mm512_max_ps(_mm512_min_ps(_mm512_div_ps(x, divisor), most), least);
+                // Rounds to the nearest, ties to even, as the processor does unless told otherwise.
+                _mm512_cvtps_epi32(quotient)
+            });
+            *offset = _mm512_reduce_add_epi32(_mm512_add_epi32(a, b)) * factor;
+            let q = _mm256_set_m128i(_mm512_cvtepi32_epi8(b), _mm512_cvtepi32_epi8(a));
+            // SAFETY: 32 bytes are written to an array of 32.
+            unsafe { _mm256_storeu_si256(codes.as_mut_ptr().cast(), q) };
+        }
+        if split {
+            let even = _mm512_set1_epi16(255);
+            for four in codes.as_chunks_mut::<4>().0 {
+                let halves: &mut [[i8; 64]; 2] = bytemuck::cast_mut(four);
+                let [a, b] = [bytes(&halves[0]), bytes(&halves[1])];
+                let narrow = |a, b| {
+                    let (a, b) = (_mm512_cvtepi16_epi8(a), _mm512_cvtepi16_epi8(b));
+                    _mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b)
+                };
+                put_bytes(&mut halves[0], narrow(_mm512_and_si512(a, even), _mm512_and_si512(b, even)));
+                put_bytes(&mut halves[1], narrow(_mm512_srli_epi16::<8>(a), _mm512_srli_epi16::<8>(b)));
+            }
+        }
+    }
+}
+
+kernel! {
+    fn dots(matrix: &[f32], rows: &[f32], width: usize, out: &mut [f32]) {
+        body::dots(matrix, rows, width, out);
+    }
+}
+
+kernel! {
+    fn scan(head: &mut Head<'_>) {
+        scan_body(head);
+    }
+}
+
+kernel! {
+    fn attend(tile: &Tile<'_>, partials: &mut [Partial]) {
+        attend_body(tile, partials);
     }
 }
 
@@ -78,15 +161,16 @@ kernel! {
         let lanes = groups.next_multiple_of(LANES);
         let rows = ladders.as_chunks().0.iter().zip(codes.chunks_exact(width)).zip(out.chunks_exact_mut(lanes));
         for ((params, codes), out) in rows {
-            let ladder = body::ladder(params);
-            let ladder = ladder.as_chunks::<LANES>().0;
-            let (low, high) = (floats(&ladder[0]), floats(&ladder[1]));
-            for (block, out) in out.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
-                let here = (groups - block * BLOCK).min(BLOCK);
-                let kept = (1u32 << here).wrapping_sub(1) as u16;
-                // `permutex2var` looks at the lowest five bits alone.
-                let scales = _mm512_maskz_permutex2var_ps(kept, low, rungs(&codes[10 * block..]), high);
-                put(out, scales);
+            let (low, high) = ladder(params);
+            // `permutex2var` looks at the lowest five bits alone.
+            let (whole, tail) = out[..lanes].split_at_mut(groups / BLOCK * BLOCK);
+            for (block, out) in whole.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+                put(out, _mm512_permutex2var_ps(low, rungs(&codes[10 * block..]), high));
+            }
+            for out in tail.as_chunks_mut::<LANES>().0 {
+                let kept = (1 << (groups % BLOCK)) - 1;
+                let index = rungs(&codes[groups / BLOCK * 10..]);
+                put(out, _mm512_maskz_permutex2var_ps(kept, low, index, high));
             }
         }
     }
@@ -167,6 +251,19 @@ with_instructions! {
         unsafe { _mm512_loadu_si512(x.as_ptr().cast()) }
     }
 
+    fn put_bytes(out: &mut [i8; 64], x: __m512i) {
+        // SAFETY: 64 bytes are written to an array of 64.
+        unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), x) }
+    }
+
+    /// Asks memory for the `LINES` lines that lie [`AHEAD`] bytes on: the processor's own foresight ends with a page.
+    fn ask<const LINES: usize>(from: *const i8) {
+        for line in 0..LINES {
+            // A prefetch reads nothing and does not fault, wherever it points.
+            _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD + 64 * line));
+        }
+    }
+
     /// The first 64 bytes, zeros where there are fewer.
     fn some_bytes(x: &[i8]) -> __m512i {
         let mask = if x.len() >= 64 { u64::MAX } else { (1 << x.len()) - 1 };
@@ -176,9 +273,12 @@ with_instructions! {
 
     /// The 16 numbers of 5 bits each at the start of `codes` (fewer where it is shorter), other bits above them.
     fn rungs(codes: &[u8]) -> __m512i {
-        let mask = (1u32 << codes.len().min(16)).wrapping_sub(1) as u16;
-        // SAFETY: the mask keeps the load inside the slice.
-        let codes = unsafe { _mm_maskz_loadu_epi8(mask, codes.as_ptr().cast()) };
+        let codes = match codes.first_chunk::<16>() {
+            // SAFETY: 16 bytes are read from an array of 16.
+            Some(codes) => unsafe { _mm_loadu_si128(codes.as_ptr().cast()) },
+            // SAFETY: the mask keeps the load inside the slice.
+            None => unsafe { _mm_maskz_loadu_epi8((1 << codes.len()) - 1, codes.as_ptr().cast()) },
+        };
         // Number i begins at bit 5·i: in byte 5·i / 8, at bit 5·i % 8, and may go on in the next byte.
         let pairs = _mm256_setr_epi8(
             0, 1, 0, 1, 1, 2, 1, 2, 2, 3, 3, 4, 3, 4, 4, 5, 5, 6, 5, 6, 6, 7, 6, 7, 7, 8, 8, 9, 8, 9, 9, 10,
@@ -186,6 +286,37 @@ with_instructions! {
         let shifts = _mm256_setr_epi16(0, 5, 2, 7, 4, 1, 6, 3, 0, 5, 2, 7, 4, 1, 6, 3);
         let words = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(codes), pairs);
         _mm512_cvtepu16_epi32(_mm256_srlv_epi16(words, shifts))
+    }
+
+    /// The 32 rungs of a q4tp row, as [`body::ladder`] makes them, bit for bit.
+    fn ladder(params: &[u8; 4]) -> (__m512, __m512) {
+        let halves = _mm_cvtph_ps(_mm_cvtsi32_si128(i32::from_le_bytes(*params)));
+        let lo = _mm512_broadcastss_ps(halves);
+        let step = _mm512_broadcastss_ps(_mm_movehdup_ps(halves));
+        let [of_lo, of_step] = body::PARTS;
+        let x = _mm512_add_ps(_mm512_mul_ps(lo, floats(&of_lo)), _mm512_mul_ps(step, floats(&of_step)));
+        let parts = exp2(x);
+        let rungs = |fourths, factors| {
+            _mm512_mul_ps(_mm512_permutexvar_ps(fourths, parts), _mm512_permutexvar_ps(factors, parts))
+        };
+        let factors = _mm512_setr_epi32(8, 9, 10, 11, 8, 9, 10, 11, 8, 9, 10, 11, 8, 9, 10, 11);
+        (
+            rungs(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), factors),
+            rungs(_mm512_setr_epi32(4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7), factors),
+        )
+    }
+
+    /// [`math::exp2`], bit for bit.
+    fn exp2(x: __m512) -> __m512 {
+        let x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-250.0)), _mm512_set1_ps(250.0));
+        let n = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
+        let r = _mm512_mul_ps(_mm512_sub_ps(x, n), _mm512_set1_ps(std::f32::consts::LN_2));
+        let mut p = _mm512_set1_ps(math::EXP_FIRST);
+        for c in math::EXP_REST {
+            p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(c));
+        }
+        let p = _mm512_add_ps(_mm512_mul_ps(_mm512_mul_ps(p, r), r), r);
+        _mm512_scalef_ps(_mm512_add_ps(p, _mm512_set1_ps(1.0)), n)
     }
 
     /// In every 128-bit lane `[a0 + a2, b0 + b2, a1 + a3, b1 + b3]`.
@@ -201,47 +332,70 @@ with_instructions! {
     fn sum16(x: __m512) -> f32 {
         let mut lanes = [0.0; 16];
         put(&mut lanes, x);
-        crate::host::math::tree(lanes)
+        math::tree(lanes)
     }
 
-    /// Products of one block of q8_2f with a row's codes: sums of the 16 groups, in order.
-    fn q8_block(w: &[__m512i; 8], codes: &[[i8; 64]; 8]) -> __m512i {
-        let zero = _mm512_setzero_si512();
-        let d: [__m512i; 8] = std::array::from_fn(|j| _mm512_dpbusd_epi32(zero, w[j], bytes(&codes[j])));
-        let low = fold64(fold32(d[0], d[1]), fold32(d[2], d[3]));
-        let high = fold64(fold32(d[4], d[5]), fold32(d[6], d[7]));
-        // Two lanes make a group: those of d[j] are groups 2·j and 2·j + 1.
-        let sums = _mm512_add_epi32(
-            _mm512_shuffle_i32x4::<0b10_00_10_00>(low, high),
-            _mm512_shuffle_i32x4::<0b11_01_11_01>(low, high),
-        );
-        let order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-        _mm512_permutexvar_epi32(order, sums)
+    /// The activation rows of a call.
+    fn rows_of<const N: usize>(x: &Codes, first: usize) -> [Blocks<'_>; N] {
+        let mut rows = [Blocks { codes: &[], steps: &[], offsets: &[] }; N];
+        for (i, row) in rows.iter_mut().enumerate() {
+            let (codes, steps, offsets) = x.row(first + i);
+            let codes = bytemuck::cast_slice(codes);
+            *row = Blocks { codes, steps: steps.as_chunks().0, offsets: offsets.as_chunks().0 };
+        }
+        rows
     }
 
     fn q8_codes_of<const N: usize>(w: &[i8], cols: usize, x: &Codes, first: usize, out: &mut [f32]) {
-        let flip = _mm512_set1_epi8(-128);
-        let blocks = x.lanes / BLOCK;
+        let rows = rows_of::<N>(x, first);
         for (w, out) in w.chunks_exact(cols).zip(out.as_chunks_mut::<N>().0) {
             let mut acc = [_mm512_setzero_ps(); N];
             let (whole, tail) = w.as_chunks::<{ 64 * 8 }>();
-            for block in 0..blocks {
-                let w: [__m512i; 8] = match whole.get(block) {
-                    Some(w) => {
-                        let w: &[[i8; 64]; 8] = bytemuck::cast_ref(w);
-                        std::array::from_fn(|j| _mm512_xor_si512(bytes(&w[j]), flip))
-                    }
-                    None => std::array::from_fn(|j| {
-                        _mm512_xor_si512(some_bytes(&tail[(64 * j).min(tail.len())..]), flip)
-                    }),
-                };
-                for i in 0..N {
-                    let (codes, steps, offsets) = block_of(x, first + i, block);
-                    let sums = _mm512_sub_epi32(q8_block(&w, codes), ints(offsets));
-                    acc[i] = _mm512_add_ps(acc[i], _mm512_mul_ps(floats(steps), _mm512_cvtepi32_ps(sums)));
+            let mut vectors = [_mm512_setzero_si512(); 8];
+            for (block, w) in whole.iter().enumerate() {
+                ask::<8>(w.as_ptr());
+                let w: &[[i8; 64]; 8] = bytemuck::cast_ref(w);
+                for j in 0..8 {
+                    vectors[j] = bytes(&w[j]);
                 }
+                q8_block(&vectors, &rows, block, &mut acc);
             }
-            *out = acc.map(|acc| sum16(acc));
+            if !tail.is_empty() {
+                for (j, vector) in vectors.iter_mut().enumerate() {
+                    *vector = some_bytes(&tail[(64 * j).min(tail.len())..]);
+                }
+                q8_block(&vectors, &rows, whole.len(), &mut acc);
+            }
+            for i in 0..N {
+                out[i] = sum16(acc[i]);
+            }
+        }
+    }
+
+    /// Adds the products of one block of a q8_2f row with each activation row.
+    fn q8_block<const N: usize>(w: &[__m512i; 8], rows: &[Blocks<'_>; N], block: usize, acc: &mut [__m512; N]) {
+        let (zero, flip) = (_mm512_setzero_si512(), _mm512_set1_epi8(-128));
+        let mut unsigned = [zero; 8];
+        for j in 0..8 {
+            unsigned[j] = _mm512_xor_si512(w[j], flip);
+        }
+        for i in 0..N {
+            let codes = &rows[i].codes[block];
+            let mut d = [zero; 8];
+            for j in 0..8 {
+                d[j] = _mm512_dpbusd_epi32(zero, unsigned[j], bytes(&codes[j]));
+            }
+            let low = fold64(fold32(d[0], d[1]), fold32(d[2], d[3]));
+            let high = fold64(fold32(d[4], d[5]), fold32(d[6], d[7]));
+            // Two lanes make a group: those of d[j] are groups 2·j and 2·j + 1.
+            let sums = _mm512_add_epi32(
+                _mm512_shuffle_i32x4::<0b10_00_10_00>(low, high),
+                _mm512_shuffle_i32x4::<0b11_01_11_01>(low, high),
+            );
+            let order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+            let sums = _mm512_sub_epi32(_mm512_permutexvar_epi32(order, sums), ints(&rows[i].offsets[block]));
+            let products = _mm512_mul_ps(floats(&rows[i].steps[block]), _mm512_cvtepi32_ps(sums));
+            acc[i] = _mm512_add_ps(acc[i], products);
         }
     }
 
@@ -253,46 +407,62 @@ with_instructions! {
         first: usize,
         out: &mut [f32],
     ) {
-        let mask = _mm512_set1_epi8(15);
-        let blocks = x.lanes / BLOCK;
-        let rows = w.chunks_exact(groups * 16).zip(scales.chunks_exact(x.lanes));
-        for ((w, scales), out) in rows.zip(out.as_chunks_mut::<N>().0) {
+        let rows = rows_of::<N>(x, first);
+        let lines = w.chunks_exact(groups * 16).zip(scales.chunks_exact(x.lanes));
+        for ((w, scales), out) in lines.zip(out.as_chunks_mut::<N>().0) {
             let mut acc = [_mm512_setzero_ps(); N];
+            let scales = scales.as_chunks::<LANES>().0;
             let (whole, tail) = bytemuck::cast_slice::<u8, i8>(w).as_chunks::<{ 64 * 4 }>();
-            for (block, scales) in scales.as_chunks::<LANES>().0.iter().enumerate().take(blocks) {
-                let w: [__m512i; 4] = match whole.get(block) {
-                    Some(w) => {
-                        let w: &[[i8; 64]; 4] = bytemuck::cast_ref(w);
-                        std::array::from_fn(|j| bytes(&w[j]))
-                    }
-                    None => std::array::from_fn(|j| some_bytes(&tail[(64 * j).min(tail.len())..])),
-                };
-                let even = w.map(|w| _mm512_and_si512(w, mask));
-                let odd = w.map(|w| _mm512_and_si512(_mm512_srli_epi16::<4>(w), mask));
-                for i in 0..N {
-                    let (codes, steps, offsets) = block_of(x, first + i, block);
-                    let sums = _mm512_sub_epi32(q4_block(&even, &odd, codes), ints(offsets));
-                    let scale = _mm512_mul_ps(floats(steps), floats(scales));
-                    acc[i] = _mm512_add_ps(acc[i], _mm512_mul_ps(scale, _mm512_cvtepi32_ps(sums)));
+            let mut vectors = [_mm512_setzero_si512(); 4];
+            for (block, (w, scales)) in whole.iter().zip(scales).enumerate() {
+                ask::<4>(w.as_ptr());
+                let w: &[[i8; 64]; 4] = bytemuck::cast_ref(w);
+                for j in 0..4 {
+                    vectors[j] = bytes(&w[j]);
                 }
+                q4_block(&vectors, floats(scales), &rows, block, &mut acc);
             }
-            *out = acc.map(|acc| sum16(acc));
+            if !tail.is_empty() {
+                for (j, vector) in vectors.iter_mut().enumerate() {
+                    *vector = some_bytes(&tail[(64 * j).min(tail.len())..]);
+                }
+                q4_block(&vectors, floats(&scales[whole.len()]), &rows, whole.len(), &mut acc);
+            }
+            for i in 0..N {
+                out[i] = sum16(acc[i]);
+            }
         }
     }
 
-    /// Products of one block of q4tp with a row's codes: sums of the 16 groups, in order.
-    fn q4_block(even: &[__m512i; 4], odd: &[__m512i; 4], codes: &[[i8; 64]; 8]) -> __m512i {
-        // A group's codes lie as 16 even ones and 16 odd ones, a vector of nibbles has four groups.
-        let zero = _mm512_setzero_si512();
-        let d: [__m512i; 4] = std::array::from_fn(|j| {
-            let (a, b) = (bytes(&codes[2 * j]), bytes(&codes[2 * j + 1]));
-            let evens = _mm512_dpbusd_epi32(zero, even[j], a);
-            _mm512_dpbusd_epi32(evens, odd[j], b)
-        });
-        let sums = fold64(fold32(d[0], d[1]), fold32(d[2], d[3]));
-        // Lane i of d[j] is group 4·j + i.
-        let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-        _mm512_permutexvar_epi32(order, sums)
+    /// Adds the products of one block of a q4tp row with each activation row.
+    fn q4_block<const N: usize>(
+        w: &[__m512i; 4],
+        scales: __m512,
+        rows: &[Blocks<'_>; N],
+        block: usize,
+        acc: &mut [__m512; N],
+    ) {
+        let (zero, mask) = (_mm512_setzero_si512(), _mm512_set1_epi8(15));
+        let (mut even, mut odd) = ([zero; 4], [zero; 4]);
+        for j in 0..4 {
+            even[j] = _mm512_and_si512(w[j], mask);
+            odd[j] = _mm512_and_si512(_mm512_srli_epi16::<4>(w[j]), mask);
+        }
+        for i in 0..N {
+            // Of four groups the 64 even codes come first, then the odd ones; a vector of nibbles has four groups.
+            let codes = &rows[i].codes[block];
+            let mut d = [zero; 4];
+            for j in 0..4 {
+                d[j] = _mm512_dpbusd_epi32(zero, even[j], bytes(&codes[2 * j]));
+                d[j] = _mm512_dpbusd_epi32(d[j], odd[j], bytes(&codes[2 * j + 1]));
+            }
+            let sums = fold64(fold32(d[0], d[1]), fold32(d[2], d[3]));
+            // Lane i of d[j] is group 4·j + i.
+            let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            let sums = _mm512_sub_epi32(_mm512_permutexvar_epi32(order, sums), ints(&rows[i].offsets[block]));
+            let scale = _mm512_mul_ps(floats(&rows[i].steps[block]), scales);
+            acc[i] = _mm512_add_ps(acc[i], _mm512_mul_ps(scale, _mm512_cvtepi32_ps(sums)));
+        }
     }
 
     fn q4_floats_of<const N: usize>(
@@ -308,21 +478,31 @@ with_instructions! {
         let rows = w.chunks_exact(groups * 16).zip(scales.chunks_exact(lanes));
         for ((w, scales), out) in rows.zip(out.as_chunks_mut::<N>().0) {
             let mut acc = [[_mm512_setzero_ps(); 4]; N];
-            for (g, (w, scale)) in w.as_chunks::<16>().0.iter().zip(scales).enumerate() {
-                // SAFETY: 16 bytes are read from an array of 16.
-                let nibbles = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(w.as_ptr().cast()) });
-                // `permutexvar` looks at the lowest four bits alone.
-                let table = _mm512_mul_ps(values, _mm512_set1_ps(*scale));
-                let even = _mm512_permutexvar_ps(nibbles, table);
-                let odd = _mm512_permutexvar_ps(_mm512_srli_epi32::<4>(nibbles), table);
+            let (pairs, odd) = w.as_chunks::<32>();
+            let mut last = [0x88; 32];
+            last[..odd.len()].copy_from_slice(odd);
+            let pairs = pairs.iter().chain((!odd.is_empty()).then_some(&last));
+            for (pair, (w, scales)) in pairs.zip(scales.as_chunks::<2>().0).enumerate() {
+                let group = |g: usize| {
+                    // SAFETY: 16 bytes are read from 32, from 0 or from 16 on.
+                    let nibbles = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(w[16 * g..].as_ptr().cast()) });
+                    // `permutexvar` looks at the lowest four bits alone.
+                    let table = _mm512_mul_ps(values, _mm512_set1_ps(scales[g]));
+                    let even = _mm512_permutexvar_ps(nibbles, table);
+                    [even, _mm512_permutexvar_ps(_mm512_srli_epi32::<4>(nibbles), table)]
+                };
+                let [[a, b], [c, d]] = [group(0), group(1)];
                 for i in 0..N {
-                    let x: &[[f32; 16]; 2] = x.row(first + i).as_chunks().0[2 * g..].first_chunk().expect("padded rows");
-                    let acc: &mut [__m512; 2] = (&mut acc[i][2 * (g % 2)..][..2]).try_into().expect("two");
-                    acc[0] = _mm512_fmadd_ps(even, floats(&x[0]), acc[0]);
-                    acc[1] = _mm512_fmadd_ps(odd, floats(&x[1]), acc[1]);
+                    let x = x.row(first + i).as_chunks::<16>().0[4 * pair..].first_chunk::<4>().expect("padded rows");
+                    acc[i][0] = _mm512_fmadd_ps(a, floats(&x[0]), acc[i][0]);
+                    acc[i][1] = _mm512_fmadd_ps(b, floats(&x[1]), acc[i][1]);
+                    acc[i][2] = _mm512_fmadd_ps(c, floats(&x[2]), acc[i][2]);
+                    acc[i][3] = _mm512_fmadd_ps(d, floats(&x[3]), acc[i][3]);
                 }
             }
-            *out = acc.map(|acc| sum64(acc));
+            for i in 0..N {
+                out[i] = sum64(acc[i]);
+            }
         }
     }
 
@@ -330,13 +510,14 @@ with_instructions! {
     fn sum64(acc: [__m512; 4]) -> f32 {
         sum16(_mm512_add_ps(_mm512_add_ps(acc[0], acc[1]), _mm512_add_ps(acc[2], acc[3])))
     }
+}
 
-    /// Codes, steps and offsets of one block of a row.
-    fn block_of(x: &Codes, row: usize, block: usize) -> (&[[i8; 64]; 8], &[f32; LANES], &[i32; LANES]) {
-        let (codes, steps, offsets) = x.row(row);
-        let codes = &codes.as_chunks::<BLOCK>().0[block];
-        (bytemuck::cast_ref(codes), &steps.as_chunks().0[block], &offsets.as_chunks().0[block])
-    }
+/// An activation row, block by block.
+#[derive(Clone, Copy)]
+struct Blocks<'a> {
+    codes: &'a [[[i8; 64]; 8]],
+    steps: &'a [[f32; LANES]],
+    offsets: &'a [[i32; LANES]],
 }
 
 /// Float products with rows of elements of `SIZE` bytes, sixteen of which `load` makes floats.
@@ -359,7 +540,8 @@ fn elements_of<const SIZE: usize, const N: usize>(
         let chunks = whole.iter().chain((!tail.is_empty()).then_some(&last));
         for (c, w) in chunks.enumerate() {
             let w = w.as_chunks::<16>().0;
-            let w: [__m512; 4] = std::array::from_fn(|j| load(&w[j]));
+            ask::<SIZE>(w.as_ptr().cast());
+            let w = [load(&w[0]), load(&w[1]), load(&w[2]), load(&w[3])];
             for i in 0..N {
                 let x = x.row(first + i).as_chunks::<16>().0[4 * c..].first_chunk::<4>().expect("padded rows");
                 for j in 0..4 {
@@ -367,6 +549,8 @@ fn elements_of<const SIZE: usize, const N: usize>(
                 }
             }
         }
-        *out = acc.map(|acc| sum64(acc));
+        for i in 0..N {
+            out[i] = sum64(acc[i]);
+        }
     }
 }
