@@ -308,7 +308,7 @@ fn checkpoints_that_are_none_are_refused_in_words() {
         config[key] = value;
         fs::write(&config_path, config.to_string()).unwrap();
         let error = refusal(&checkpoint);
-        fs::write(&config_path, &config_text(&case)).unwrap();
+        fs::write(&config_path, config_text(&case)).unwrap();
         error
     };
     assert!(with_key("model_type", json!("llama")).starts_with("model_type is \"llama\", wanted nemotron_h"));

@@ -1,4 +1,5 @@
 //! CMF files: those the peer wrote, those written here, and damaged ones.
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "figures and skips, for a reader with --nocapture")]
 
 #[path = "../common/mod.rs"]
 mod common;

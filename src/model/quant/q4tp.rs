@@ -47,10 +47,14 @@ impl Ladder {
         Self::new(f16::from_le_bytes([a, b]), f16::from_le_bytes([c, d]))
     }
 
-    /// Whether every rung is a finite number.
+    /// Whether the ladder of a row's parameter bytes has finite scales only.
     #[must_use]
-    pub fn is_finite(&self) -> bool {
-        self.rungs.iter().all(|rung| rung.is_finite())
+    pub fn is_finite([a, b, c, d]: [u8; 4]) -> bool {
+        let (lo, step) = (f16::from_le_bytes([a, b]).to_f32(), f16::from_le_bytes([c, d]).to_f32());
+        let top = lo.max(lo + (RUNGS - 1) as f32 * step);
+        // An octave below the largest float rounding does not matter, and no power need be taken.
+        let low = || top < 126.0 || Self::read([a, b, c, d]).rungs.iter().all(|rung| rung.is_finite());
+        lo.is_finite() && step.is_finite() && low()
     }
 }
 
@@ -297,6 +301,7 @@ fn group_error(values: &[f32; GROUP], scale: f32, inverse: f32) -> f32 {
 }
 
 #[cfg(test)]
+#[allow(clippy::print_stdout, reason = "the error figures, for a reader with --nocapture")]
 mod tests {
     use super::super::{Floats, sample};
     use super::*;
@@ -404,11 +409,24 @@ mod tests {
             (data[3], data[40]) = (value, -value / 3.0);
             let payload = encode(&Floats::new(&data, 64)).unwrap();
             let matrix = Matrix::from_payload("w", Codec::Q4tp, [1, 64], payload);
-            assert!(matrix.q4tp().ladder(0).is_finite(), "{value}");
+            assert!(Ladder::is_finite(matrix.q4tp().ladders.try_into().unwrap()), "{value}");
             let got = dequantize(&matrix);
             assert!(got.iter().all(|w| w.is_finite()), "{value}");
             if value > 1e-30 && value < 1e38 {
                 assert!((got[3] / value - 1.0).abs() < 0.1, "{value}: {}", got[3]);
+            }
+        }
+    }
+
+    #[test]
+    fn finite_ladders_are_told_from_others() {
+        for lo in (0..=u16::MAX).step_by(131) {
+            for step in (0..=u16::MAX).step_by(173) {
+                let ([a, b], [c, d]) = (lo.to_le_bytes(), step.to_le_bytes());
+                let halves = [f16::from_bits(lo), f16::from_bits(step)];
+                let rungs = Ladder::read([a, b, c, d]).rungs;
+                let want = halves.iter().all(|half| half.is_finite()) && rungs.iter().all(|rung| rung.is_finite());
+                assert_eq!(Ladder::is_finite([a, b, c, d]), want, "{halves:?}");
             }
         }
     }

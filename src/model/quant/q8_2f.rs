@@ -224,6 +224,7 @@ fn refit_fields(source: &dyn Rows, fields: &[f32], scales: &[f32]) -> Vec<f32> {
 }
 
 #[cfg(test)]
+#[allow(clippy::print_stdout, reason = "the error figures, for a reader with --nocapture")]
 mod tests {
     use super::super::{Floats, sample};
     use super::*;
