@@ -1,0 +1,3 @@
+// Halves and cooperative matrices.
+enable f16;
+enable wgpu_cooperative_matrix;

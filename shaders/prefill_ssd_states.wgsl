@@ -1,0 +1,79 @@
+// What each chunk adds to the scan's state: s[p, n] = sum_r e^{l_last - l_r} dt_r x_r[p] B_r[n]
+//
+// xbc     f32 [rows, CHANNELS]: x | B | C after the convolution
+// steps   vec4<f32> [rows, HEADS]: dt, l and the rest of l (`prefill_ssd_steps`)
+// states  f32 [chunks, HEADS, P, N]
+// A workgroup has 64 by 64 of one head's state in one chunk, an invocation 4 by 4; rows in order, f32.
+// `model.md` §1.4, prefill.
+
+@group(0) @binding(2) var<storage, read> xbc: array<f32>; // [rows, CHANNELS]
+@group(0) @binding(3) var<storage, read> steps: array<vec4<f32>>; // [rows, HEADS]
+@group(0) @binding(4) var<storage, read_write> states: array<f32>; // [chunks, HEADS, P, N]
+
+override HEADS: u32;
+override P: u32; // channels of a head
+override GROUPS: u32;
+override N: u32; // d_state
+
+const CHUNK: u32 = 64u; // positions
+
+var<workgroup> xs: array<vec4<f32>, 256>; // [16, 64]
+var<workgroup> bs: array<vec4<f32>, 256>; // [16, 64]
+
+@compute @workgroup_size(256)
+fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) me: u32) {
+    let blocks = (N + 63u) / 64u;
+    let p_first = id.x / blocks * 64u;
+    let n_first = id.x % blocks * 64u;
+    let head = id.y;
+    let first = id.z * CHUNK;
+    if (!live() || first >= flight.rows) {
+        return;
+    }
+    let channels = HEADS * P + 2u * GROUPS * N;
+    let b_at = HEADS * P + head / (HEADS / GROUPS) * N;
+    let end = min(first + CHUNK, flight.rows);
+    let last = steps[(end - 1u) * HEADS + head];
+    let tx = me % 16u;
+    let ty = me / 16u;
+    var sum = array<vec4<f32>, 4>();
+    for (var k = first; k < end; k += 16u) {
+        for (var i = me; i < 1024u; i += 256u) {
+            let r = k + i / 64u;
+            let c = i % 64u;
+            var x = 0.0;
+            var b = 0.0;
+            if (r < end) {
+                let step = steps[r * HEADS + head];
+                let fade = exp((last.y - step.y) + (last.z - step.z)) * step.x;
+                if (p_first + c < P) {
+                    x = fade * xbc[r * channels + head * P + p_first + c];
+                }
+                if (n_first + c < N) {
+                    b = xbc[r * channels + b_at + n_first + c];
+                }
+            }
+            xs[i / 4u][c % 4u] = x;
+            bs[i / 4u][c % 4u] = b;
+        }
+        workgroupBarrier();
+        for (var i = 0u; i < 16u; i++) {
+            let x = xs[16u * i + ty];
+            let b = bs[16u * i + tx];
+            sum[0] += x.x * b;
+            sum[1] += x.y * b;
+            sum[2] += x.z * b;
+            sum[3] += x.w * b;
+        }
+        workgroupBarrier();
+    }
+    for (var i = 0u; i < 4u; i++) {
+        for (var j = 0u; j < 4u; j++) {
+            let p = p_first + 4u * ty + i;
+            let n = n_first + 4u * tx + j;
+            if (p < P && n < N) {
+                states[((id.z * HEADS + head) * P + p) * N + n] = sum[i][j];
+            }
+        }
+    }
+}
