@@ -8,7 +8,7 @@
 // `model.md` §1.3.
 
 struct Params {
-    // floats from row to row of q, and where q begins in it
+    // vec4 from row to row of q, and where q begins in it
     stride: u32,
     offset: u32,
     scale: f32,
@@ -16,11 +16,11 @@ struct Params {
 }
 
 @group(0) @binding(2) var<uniform> params: Params;
-@group(0) @binding(3) var<storage, read> q: array<f32>; // [rows, stride]
-@group(0) @binding(4) var<storage, read> kv: array<f32>; // [positions, 2, KV_HEADS * D]
+@group(0) @binding(3) var<storage, read> q: array<vec4<f32>>; // [rows, stride / 4]
+@group(0) @binding(4) var<storage, read> kv: array<vec4<f32>>; // [positions, 2, KV_HEADS * D / 4]
 @group(0) @binding(5) var<storage, read_write> out: array<f32>;
 
-override D: u32; // at most 128
+override D: u32; // a multiple of 4, at most 128
 override HEADS: u32;
 override KV_HEADS: u32;
 override SPLITS: u32;
@@ -63,21 +63,19 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) m
     for (var key = begin; key < end; key += 64u) {
         var dots = array<vec4<f32>, 4>();
         for (var k = 0u; k < D; k += 16u) {
-            for (var i = me; i < 1024u; i += 256u) {
-                let r = i / 16u;
-                let d = k + i % 16u;
-                var a = 0.0;
-                var b = 0.0;
-                if (d < D) {
-                    if (r < rows) {
-                        a = q[(first + r) * params.stride + params.offset + head * D + d] * params.scale;
-                    }
-                    if (key + r < end) {
-                        b = kv[((key + r) * 2u * KV_HEADS + kv_head) * D + d];
-                    }
-                }
-                left[i % 16u * 16u + r / 4u][r % 4u] = a;
-                right[i % 16u * 16u + r / 4u][r % 4u] = b;
+            // neighbours take neighbouring rows: their writes fall into different banks
+            let d = k / 4u + quarter;
+            var a = vec4<f32>();
+            var b = vec4<f32>();
+            if (d < D / 4u && row_of < rows) {
+                a = q[(first + row_of) * params.stride + params.offset + head * (D / 4u) + d] * params.scale;
+            }
+            if (d < D / 4u && key + row_of < end) {
+                b = kv[((key + row_of) * 2u * KV_HEADS + kv_head) * (D / 4u) + d];
+            }
+            for (var i = 0u; i < 4u; i++) {
+                left[(4u * quarter + i) * 16u + row_of / 4u][row_of % 4u] = a[i];
+                right[(4u * quarter + i) * 16u + row_of / 4u][row_of % 4u] = b[i];
             }
             workgroupBarrier();
             for (var i = 0u; i < 16u; i++) {
@@ -129,14 +127,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) m
             high[i] *= fade[4u * ty + i];
         }
         for (var k = 0u; k < 64u; k += 16u) {
-            for (var i = me; i < 2048u; i += 256u) {
-                let j = key + k + i / 128u;
-                let d = i % 128u;
-                var v = 0.0;
-                if (j < end && d < D) {
-                    v = kv[(j * 2u * KV_HEADS + KV_HEADS + kv_head) * D + d];
+            for (var i = me; i < 512u; i += 256u) {
+                let j = key + k + i / 32u;
+                let d = i % 32u;
+                var v = vec4<f32>();
+                if (j < end && d < D / 4u) {
+                    v = kv[(j * 2u * KV_HEADS + KV_HEADS + kv_head) * (D / 4u) + d];
                 }
-                right[i / 4u][i % 4u] = v;
+                right[i] = v;
             }
             workgroupBarrier();
             for (var i = 0u; i < 16u; i++) {

@@ -2,7 +2,8 @@
 //
 // acts  f16 [rows, COLS]: what the mode's activations stand for, over the row's own power of two;  act_scale  f32 [rows]
 // A workgroup of eight subgroups of 32 computes 128 rows by 128 columns, a subgroup 32 by 64; 32 columns of the sum a
-// step, through workgroup memory, the next step's loads in flight meanwhile. Sums in f32.
+// step, through workgroup memory, the next step's loads in flight meanwhile. Sums in f32. All workgroup variables are
+// of whole 16 bytes: a matrix load or store takes its address without the rest.
 // In int8 mode the codes are exact and code times scale is rounded to f16 once: 2^-11, where the int8 step itself is
 // 2^-8 of the group's largest. `runtime.md` §3a, matrix units.
 
@@ -13,8 +14,8 @@ const PITCH: u32 = 10u; // vec4 from row to row of a tile: 32 columns and 8 that
 
 var<workgroup> xt: array<vec4<f16>, 1280>; // [128, PITCH]
 var<workgroup> wt: array<vec4<f16>, 1280>; // [128, PITCH]
-var<workgroup> cells: array<f32, 2048>; // [8, 16, 16]
-var<workgroup> here: Tile;
+var<workgroup> cells: array<vec4<f32>, 512>; // [8, 16, 16]
+var<workgroup> here: vec4<u32>; // a tile
 
 fn hold_x(at: u32, v: vec4<f16>) {
     xt[at] = v;
@@ -31,7 +32,7 @@ fn spill(team: u32, lane: u32, tile: Tile, column: u32, side: u32, i: u32, j: u3
         let scale = act_scale[tile.first + row];
         for (var c = 0u; c < 8u; c++) {
             if (first + c < params.rows) {
-                let y = cells[256u * team + 16u * (lane / 2u) + 8u * (lane % 2u) + c];
+                let y = cells[64u * team + 2u * lane + c / 4u][c % 4u];
                 put(tile.first + row, first + c, y * scale * sum_scale(side + (first + c) * SIDE_WORDS));
             }
         }
@@ -47,13 +48,11 @@ fn main(
 ) {
     // through workgroup memory, so that every compiler sees one way for all
     if (me == 0u) {
-        here = tile_at(group.y);
-        if (!(live() || own_miss(params.layer))) {
-            here.count = 0u;
-        }
+        let mine = tile_at(group.y);
+        here = vec4<u32>(mine.first, select(0u, mine.count, live() || own_miss(params.layer)), mine.place, 0u);
     }
     workgroupBarrier();
-    let tile = here;
+    let tile = Tile(here.x, here.y, here.z);
     if (tile.count == 0u) {
         return;
     }
@@ -121,35 +120,35 @@ fn main(
         workgroupBarrier();
     }
 
-    coopStoreT(c00, &cells[256u * team], 16u);
+    coopStoreT(c00, &cells[64u * team], 4u);
     workgroupBarrier();
     spill(team, lane, tile, column, side, 0u, 0u);
     workgroupBarrier();
-    coopStoreT(c01, &cells[256u * team], 16u);
+    coopStoreT(c01, &cells[64u * team], 4u);
     workgroupBarrier();
     spill(team, lane, tile, column, side, 0u, 1u);
     workgroupBarrier();
-    coopStoreT(c02, &cells[256u * team], 16u);
+    coopStoreT(c02, &cells[64u * team], 4u);
     workgroupBarrier();
     spill(team, lane, tile, column, side, 0u, 2u);
     workgroupBarrier();
-    coopStoreT(c03, &cells[256u * team], 16u);
+    coopStoreT(c03, &cells[64u * team], 4u);
     workgroupBarrier();
     spill(team, lane, tile, column, side, 0u, 3u);
     workgroupBarrier();
-    coopStoreT(c10, &cells[256u * team], 16u);
+    coopStoreT(c10, &cells[64u * team], 4u);
     workgroupBarrier();
     spill(team, lane, tile, column, side, 1u, 0u);
     workgroupBarrier();
-    coopStoreT(c11, &cells[256u * team], 16u);
+    coopStoreT(c11, &cells[64u * team], 4u);
     workgroupBarrier();
     spill(team, lane, tile, column, side, 1u, 1u);
     workgroupBarrier();
-    coopStoreT(c12, &cells[256u * team], 16u);
+    coopStoreT(c12, &cells[64u * team], 4u);
     workgroupBarrier();
     spill(team, lane, tile, column, side, 1u, 2u);
     workgroupBarrier();
-    coopStoreT(c13, &cells[256u * team], 16u);
+    coopStoreT(c13, &cells[64u * team], 4u);
     workgroupBarrier();
     spill(team, lane, tile, column, side, 1u, 3u);
 }

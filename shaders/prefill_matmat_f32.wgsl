@@ -26,8 +26,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     var sum = array<vec4<f32>, 4>();
     for (var k = 0u; k < COLS; k += 32u) {
         for (var t = me; t < 512u; t += 256u) {
-            let r = t / 8u;
-            let c = t % 8u;
+            // neighbours take neighbouring rows: their writes fall into different banks
+            let r = t % 64u;
+            let c = t / 64u;
             let row = tile.first + min(r, tile.count - 1u);
             let x = bitcast<vec4<f32>>(acts[row * (COLS / 4u) + k / 4u + c]);
             let n = min(column + r, params.rows - 1u);

@@ -28,21 +28,43 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let side = 4u * tile.place + params.side;
     let tx = me % 16u;
     let ty = me / 16u;
+    // half of the invocations bring 16 columns of a row of activations each, the others of a row of weights
+    let r = me % 64u;
+    let half = me / 64u % 2u;
+    let row = tile.first + min(r, tile.count - 1u);
+    let n = min(column + r, params.rows - 1u);
+    var codes: vec4<u32>;
+    var scale: f32;
+    if (me < 128u) {
+        codes = acts[row * (COLS / 16u) + half];
+        scale = act_scale[row * (COLS / 32u)];
+    } else {
+        codes = codes16(base, n, half);
+        scale = group_scale(side + n * SIDE_WORDS, 0u);
+    }
     var sum = array<vec4<f32>, 4>();
     for (var k = 0u; k < COLS; k += 32u) {
-        for (var t = me; t < 512u; t += 256u) {
-            let r = t / 8u;
-            let c = t % 8u;
-            let row = tile.first + min(r, tile.count - 1u);
-            let n = min(column + r, params.rows - 1u);
-            xs[c * 16u + r / 4u][r % 4u] = acts[row * (COLS / 16u) + k / 16u + c / 4u][c % 4u];
-            ws[c * 16u + r / 4u][r % 4u] = codes4(base, n, k / 4u + c);
-            if (c == 0u) {
-                xd[r / 4u][r % 4u] = act_scale[row * (COLS / 32u) + k / 32u];
-                wd[r / 4u][r % 4u] = group_scale(side + n * SIDE_WORDS, k / 32u);
+        if (me < 128u) {
+            for (var i = 0u; i < 4u; i++) {
+                xs[(4u * half + i) * 16u + r / 4u][r % 4u] = codes[i];
             }
+            xd[r / 4u][r % 4u] = scale;
+        } else {
+            for (var i = 0u; i < 4u; i++) {
+                ws[(4u * half + i) * 16u + r / 4u][r % 4u] = codes[i];
+            }
+            wd[r / 4u][r % 4u] = scale;
         }
         workgroupBarrier();
+        // the next step's loads are in flight while this one is multiplied
+        let next = min(k + 32u, COLS - 32u);
+        if (me < 128u) {
+            codes = acts[row * (COLS / 16u) + next / 16u + half];
+            scale = act_scale[row * (COLS / 32u) + next / 32u];
+        } else {
+            codes = codes16(base, n, next / 16u + half);
+            scale = group_scale(side + n * SIDE_WORDS, next / 32u);
+        }
         var inner = array<vec4<i32>, 4>();
         for (var i = 0u; i < 8u; i++) {
             let x = xs[i * 16u + ty];
@@ -61,12 +83,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         workgroupBarrier();
     }
     for (var j = 0u; j < 4u; j++) {
-        let n = column + 4u * tx + j;
-        if (n < params.rows) {
-            let scale = row_scale(side + n * SIDE_WORDS);
+        let to = column + 4u * tx + j;
+        if (to < params.rows) {
+            let of_row = row_scale(side + to * SIDE_WORDS);
             for (var i = 0u; i < 4u; i++) {
                 if (4u * ty + i < tile.count) {
-                    put(tile.first + 4u * ty + i, n, sum[i][j] * scale);
+                    put(tile.first + 4u * ty + i, to, sum[i][j] * of_row);
                 }
             }
         }

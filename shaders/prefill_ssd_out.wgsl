@@ -16,15 +16,15 @@ struct Params {
 
 @group(0) @binding(2) var<uniform> params: Params;
 @group(0) @binding(3) var<storage, read> vectors: array<f32>;
-@group(0) @binding(4) var<storage, read> xbc: array<f32>; // [rows, CHANNELS]
+@group(0) @binding(4) var<storage, read> xbc: array<vec4<f32>>; // [rows, CHANNELS / 4]
 @group(0) @binding(5) var<storage, read> steps: array<vec4<f32>>; // [rows, HEADS]
-@group(0) @binding(6) var<storage, read> states: array<f32>; // [chunks, HEADS, P, N]
-@group(0) @binding(7) var<storage, read_write> o: array<f32>; // [rows, HEADS * P]
+@group(0) @binding(6) var<storage, read> states: array<vec4<f32>>; // [chunks, HEADS, P, N / 4]
+@group(0) @binding(7) var<storage, read_write> o: array<vec4<f32>>; // [rows, HEADS * P / 4]
 
 override HEADS: u32;
-override P: u32; // channels of a head
+override P: u32; // channels of a head, a multiple of 4
 override GROUPS: u32;
-override N: u32; // d_state
+override N: u32; // d_state, a multiple of 4
 
 const CHUNK: u32 = 64u; // positions
 
@@ -41,12 +41,16 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) m
     if (!live() || first >= flight.rows) {
         return;
     }
-    let channels = HEADS * P + 2u * GROUPS * N;
-    let b_at = HEADS * P + head / (HEADS / GROUPS) * N;
-    let c_at = b_at + GROUPS * N;
+    let channels = (HEADS * P + 2u * GROUPS * N) / 4u;
+    let b_at = (HEADS * P + head / (HEADS / GROUPS) * N) / 4u;
+    let c_at = b_at + GROUPS * N / 4u;
+    let x_at = (head * P + p_first) / 4u;
     let rows = min(CHUNK, flight.rows - first);
     let tx = me % 16u;
     let ty = me / 16u;
+    // neighbours take neighbouring rows: their writes fall into different banks
+    let row_of = me % 64u;
+    let quarter = me / 64u;
     if (me < 64u) {
         step_of[me] = steps[(first + min(me, rows - 1u)) * HEADS + head];
     }
@@ -54,17 +58,16 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) m
     // C_t . B_r
     var dots = array<vec4<f32>, 4>();
     for (var k = 0u; k < N; k += 16u) {
-        for (var i = me; i < 1024u; i += 256u) {
-            let t = i / 16u;
-            let n = k + i % 16u;
-            var b = 0.0;
-            var c = 0.0;
-            if (t < rows && n < N) {
-                b = xbc[(first + t) * channels + b_at + n];
-                c = xbc[(first + t) * channels + c_at + n];
-            }
-            left[i % 16u * 16u + t / 4u][t % 4u] = c;
-            right[i % 16u * 16u + t / 4u][t % 4u] = b;
+        let n = k / 4u + quarter;
+        var b4 = vec4<f32>();
+        var c4 = vec4<f32>();
+        if (row_of < rows && n < N / 4u) {
+            b4 = xbc[(first + row_of) * channels + b_at + n];
+            c4 = xbc[(first + row_of) * channels + c_at + n];
+        }
+        for (var i = 0u; i < 4u; i++) {
+            left[(4u * quarter + i) * 16u + row_of / 4u][row_of % 4u] = c4[i];
+            right[(4u * quarter + i) * 16u + row_of / 4u][row_of % 4u] = b4[i];
         }
         workgroupBarrier();
         for (var i = 0u; i < 16u; i++) {
@@ -95,15 +98,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) m
     // within the chunk
     var sum = array<vec4<f32>, 4>();
     for (var k = 0u; k < rows; k += 16u) {
-        for (var i = me; i < 1024u; i += 256u) {
-            let r = k + i / 64u;
-            let p = p_first + i % 64u;
-            var x = 0.0;
-            if (r < rows && p < P) {
-                x = xbc[(first + r) * channels + head * P + p];
-            }
-            right[i / 4u][i % 4u] = x;
+        var x4 = vec4<f32>();
+        if (k + ty < rows && p_first + 4u * tx < P) {
+            x4 = xbc[(first + k + ty) * channels + x_at + tx];
         }
+        right[me] = x4;
         workgroupBarrier();
         for (var i = 0u; i < 16u; i++) {
             let m = pairs[17u * (k + i) + ty];
@@ -119,21 +118,18 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) m
     // from the state before it
     var past = array<vec4<f32>, 4>();
     for (var k = 0u; k < N; k += 16u) {
-        for (var i = me; i < 1024u; i += 256u) {
-            let row = i / 16u;
-            let n = k + i % 16u;
-            var c = 0.0;
-            var s = 0.0;
-            if (n < N) {
-                if (row < rows) {
-                    c = xbc[(first + row) * channels + c_at + n];
-                }
-                if (p_first + row < P) {
-                    s = states[((id.z * HEADS + head) * P + p_first + row) * N + n];
-                }
-            }
-            left[i % 16u * 16u + row / 4u][row % 4u] = c;
-            right[i % 16u * 16u + row / 4u][row % 4u] = s;
+        let n = k / 4u + quarter;
+        var c4 = vec4<f32>();
+        var s4 = vec4<f32>();
+        if (n < N / 4u && row_of < rows) {
+            c4 = xbc[(first + row_of) * channels + c_at + n];
+        }
+        if (n < N / 4u && p_first + row_of < P) {
+            s4 = states[((id.z * HEADS + head) * P + p_first + row_of) * (N / 4u) + n];
+        }
+        for (var i = 0u; i < 4u; i++) {
+            left[(4u * quarter + i) * 16u + row_of / 4u][row_of % 4u] = c4[i];
+            right[(4u * quarter + i) * 16u + row_of / 4u][row_of % 4u] = s4[i];
         }
         workgroupBarrier();
         for (var i = 0u; i < 16u; i++) {
@@ -152,12 +148,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) m
         if (t < rows) {
             let step = step_of[t];
             let fade = exp(step.y + step.z);
-            for (var j = 0u; j < 4u; j++) {
-                let p = p_first + 4u * tx + j;
-                if (p < P) {
-                    let x = xbc[(first + t) * channels + head * P + p];
-                    o[(first + t) * (HEADS * P) + head * P + p] = fade * past[i][j] + sum[i][j] + skip * x;
-                }
+            if (p_first + 4u * tx < P) {
+                let x = xbc[(first + t) * channels + x_at + tx];
+                o[(first + t) * (HEADS * P / 4u) + x_at + tx] = fade * past[i] + sum[i] + skip * x;
             }
         }
     }

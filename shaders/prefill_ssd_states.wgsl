@@ -6,14 +6,14 @@
 // A workgroup has 64 by 64 of one head's state in one chunk, an invocation 4 by 4; rows in order, f32.
 // `model.md` §1.4, prefill.
 
-@group(0) @binding(2) var<storage, read> xbc: array<f32>; // [rows, CHANNELS]
+@group(0) @binding(2) var<storage, read> xbc: array<vec4<f32>>; // [rows, CHANNELS / 4]
 @group(0) @binding(3) var<storage, read> steps: array<vec4<f32>>; // [rows, HEADS]
 @group(0) @binding(4) var<storage, read_write> states: array<f32>; // [chunks, HEADS, P, N]
 
 override HEADS: u32;
-override P: u32; // channels of a head
+override P: u32; // channels of a head, a multiple of 4
 override GROUPS: u32;
-override N: u32; // d_state
+override N: u32; // d_state, a multiple of 4
 
 const CHUNK: u32 = 64u; // positions
 
@@ -30,32 +30,29 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) m
     if (!live() || first >= flight.rows) {
         return;
     }
-    let channels = HEADS * P + 2u * GROUPS * N;
-    let b_at = HEADS * P + head / (HEADS / GROUPS) * N;
+    let channels = (HEADS * P + 2u * GROUPS * N) / 4u;
+    let b_at = (HEADS * P + head / (HEADS / GROUPS) * N) / 4u;
     let end = min(first + CHUNK, flight.rows);
     let last = steps[(end - 1u) * HEADS + head];
     let tx = me % 16u;
     let ty = me / 16u;
     var sum = array<vec4<f32>, 4>();
     for (var k = first; k < end; k += 16u) {
-        for (var i = me; i < 1024u; i += 256u) {
-            let r = k + i / 64u;
-            let c = i % 64u;
-            var x = 0.0;
-            var b = 0.0;
-            if (r < end) {
-                let step = steps[r * HEADS + head];
+        let r = k + ty;
+        var left = vec4<f32>();
+        var right = vec4<f32>();
+        if (r < end) {
+            let step = steps[r * HEADS + head];
+            if (p_first + 4u * tx < P) {
                 let fade = exp((last.y - step.y) + (last.z - step.z)) * step.x;
-                if (p_first + c < P) {
-                    x = fade * xbc[r * channels + head * P + p_first + c];
-                }
-                if (n_first + c < N) {
-                    b = xbc[r * channels + b_at + n_first + c];
-                }
+                left = fade * xbc[r * channels + (head * P + p_first) / 4u + tx];
             }
-            xs[i / 4u][c % 4u] = x;
-            bs[i / 4u][c % 4u] = b;
+            if (n_first + 4u * tx < N) {
+                right = xbc[r * channels + b_at + n_first / 4u + tx];
+            }
         }
+        xs[me] = left;
+        bs[me] = right;
         workgroupBarrier();
         for (var i = 0u; i < 16u; i++) {
             let x = xs[16u * i + ty];

@@ -2,17 +2,26 @@
 override SIDE_WORDS: u32; // f32 lo, f32 step, then six 5-bit rungs a word: 2 + ceil(groups / 6)
 
 fn columns4(base: u32, row: u32, c4: u32) -> vec4<f32> {
-    return vec4<f32>(nibbles4(base, row, c4));
+    let word = weights[base + row * (COLS / 32u) + c4 / 8u][c4 / 2u % 4u];
+    return vec4<f32>(four(word, 16u * (c4 % 2u)));
 }
 
-fn nibbles4(base: u32, row: u32, c4: u32) -> vec4<i32> {
-    let word = weights[base + row * (COLS / 32u) + c4 / 8u][c4 / 2u % 4u];
-    let n = vec4<u32>(word >> (16u * (c4 % 2u))) >> vec4<u32>(0u, 4u, 8u, 12u);
+// The four nibbles of a word from bit `shift` on.
+fn four(word: u32, shift: u32) -> vec4<i32> {
+    let n = vec4<u32>(word >> shift) >> vec4<u32>(0u, 4u, 8u, 12u);
     return vec4<i32>(n & vec4<u32>(15u)) - vec4<i32>(8);
 }
 
-fn codes4(base: u32, row: u32, c4: u32) -> u32 {
-    return pack4xI8(nibbles4(base, row, c4));
+// 16 columns from c16 * 16 on, four codes a word.
+fn codes16(base: u32, row: u32, c16: u32) -> vec4<u32> {
+    let group = weights[base + row * (COLS / 32u) + c16 / 2u];
+    let half = select(group.xy, group.zw, c16 % 2u == 1u);
+    return vec4<u32>(
+        pack4xI8(four(half.x, 0u)),
+        pack4xI8(four(half.x, 16u)),
+        pack4xI8(four(half.y, 0u)),
+        pack4xI8(four(half.y, 16u)),
+    );
 }
 
 fn group_scale(side: u32, group: u32) -> f32 {

@@ -6,7 +6,7 @@ override INT8: bool;
 fn encode(ids: Ids, j: u32) {
     var top = 0.0;
     for (var group = thread(ids); group < COLS / 32u; group += WG) {
-        top = max(top, group_top(j, group));
+        top = max(top, group_top(group_of(j, group)));
     }
     top = wide_max(ids, top);
     // biased exponent of the largest; rows too small to scale are zero
@@ -21,13 +21,14 @@ fn encode(ids: Ids, j: u32) {
         act_scale[j] = scale;
     }
     for (var group = thread(ids); group < COLS / 32u; group += WG) {
+        var v = group_of(j, group);
         var d = 0.0;
         if (INT8) {
-            d = code_scale(group_top(j, group));
+            d = code_scale(group_top(v));
         }
         for (var eight = 0u; eight < 4u; eight++) {
-            var a = value4(j, 8u * group + 2u * eight);
-            var b = value4(j, 8u * group + 2u * eight + 1u);
+            var a = v[2u * eight];
+            var b = v[2u * eight + 1u];
             if (INT8) {
                 a = codes4(a, d) * d;
                 b = codes4(b, d) * d;

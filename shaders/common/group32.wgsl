@@ -1,12 +1,22 @@
 // Groups of 32 columns of an encoded row, an invocation each (`runtime.md` §3a).
 
-fn group_top(j: u32, group: u32) -> f32 {
-    var top = 0.0;
+alias Group = array<vec4<f32>, 8>;
+
+fn group_of(j: u32, group: u32) -> Group {
+    var v: Group;
     for (var i = 0u; i < 8u; i++) {
-        let v = abs(value4(j, 8u * group + i));
-        top = max(top, max(max(v.x, v.y), max(v.z, v.w)));
+        v[i] = value4(j, 8u * group + i);
     }
-    return top;
+    return v;
+}
+
+fn group_top(group: Group) -> f32 {
+    var v = group;
+    var top = vec4<f32>();
+    for (var i = 0u; i < 8u; i++) {
+        top = max(top, abs(v[i]));
+    }
+    return max(max(top.x, top.y), max(top.z, top.w));
 }
 
 // max|a| / 127, or 0 where that is zero or subnormal.

@@ -1,7 +1,7 @@
 // Source of encoded rows: the scan's outputs, gated and normalised in groups (`model.md` §1.4 step 7).
 // v = o * silu(z); per group v / sqrt(mean(v^2) + eps) * weight
 
-override GROUPS: u32;
+override GROUPS: u32; // at most WG
 
 var<workgroup> group_scale_of: array<f32, GROUPS>;
 
@@ -12,17 +12,25 @@ fn gated(j: u32, c: u32) -> f32 {
 
 // In uniform control flow.
 fn prepare(ids: Ids, j: u32) {
+    // each group has its share of the invocations
     let width = params.width / GROUPS;
-    for (var g = 0u; g < GROUPS; g++) {
-        var sum = 0.0;
-        for (var c = thread(ids); c < width; c += WG) {
-            let v = gated(j, g * width + c);
+    let share = WG / GROUPS;
+    let group = ids.local / share;
+    var sum = 0.0;
+    if (group < GROUPS) {
+        for (var c = ids.local % share; c < width; c += share) {
+            let v = gated(j, group * width + c);
             sum += v * v;
         }
-        sum = wide_sum(ids, sum);
-        if (thread(ids) == 0u) {
-            group_scale_of[g] = inverseSqrt(sum / f32(width) + params.eps);
+    }
+    wide_cells[ids.local] = sum;
+    workgroupBarrier();
+    if (ids.local < GROUPS) {
+        sum = 0.0;
+        for (var i = 0u; i < share; i++) {
+            sum += wide_cells[ids.local * share + i];
         }
+        group_scale_of[ids.local] = inverseSqrt(sum / f32(width) + params.eps);
     }
     workgroupBarrier();
 }

@@ -1,5 +1,5 @@
 //! Pipelines, buffers and dispatches for the kernels of a pass, straight on wgpu.
-#![allow(dead_code, clippy::print_stdout)]
+#![allow(dead_code, unreachable_pub, clippy::print_stdout)]
 
 use std::fs;
 use std::path::PathBuf;
@@ -16,6 +16,8 @@ pub struct Gpu {
     pub queue: wgpu::Queue,
     pub name: String,
     pub coop: bool,
+    /// Whether shaders go without bounds checks, as the device builds them.
+    pub trusted: bool,
 }
 
 #[derive(Clone)]
@@ -33,10 +35,13 @@ pub struct Pipeline {
 
 /// Text of a shader: the common files, then the kernel.
 pub fn source(pieces: &[&str]) -> String {
-    let root = std::env::var("RIPARIAN_SHADERS").map_or_else(|_| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("shaders"), PathBuf::from);
+    let root = std::env::var("RIPARIAN_SHADERS")
+        .map_or_else(|_| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("shaders"), PathBuf::from);
     let mut text = String::new();
     for piece in pieces {
-        let path = [root.join(format!("common/{piece}.wgsl")), root.join(format!("{piece}.wgsl"))].into_iter().find(|p| p.exists());
+        let path = [root.join(format!("common/{piece}.wgsl")), root.join(format!("{piece}.wgsl"))]
+            .into_iter()
+            .find(|p| p.exists());
         text.push_str(&fs::read_to_string(path.unwrap_or_else(|| panic!("no shader {piece}"))).expect("readable"));
         text.push('\n');
     }
@@ -45,10 +50,19 @@ pub fn source(pieces: &[&str]) -> String {
 
 impl Gpu {
     pub fn open() -> Gpu {
-        let instance = wgpu::Instance::new(wgpu::InstanceDescriptor { flags: wgpu::InstanceFlags::empty(), ..wgpu::InstanceDescriptor::new_without_display_handle() });
+        let instance = wgpu::Instance::new(wgpu::InstanceDescriptor {
+            flags: wgpu::InstanceFlags::empty(),
+            ..wgpu::InstanceDescriptor::new_without_display_handle()
+        });
         let adapters = pollster::block_on(instance.enumerate_adapters(wgpu::Backends::VULKAN));
-        let adapter = adapters.into_iter().min_by_key(|a| u32::from(a.get_info().device_type == wgpu::DeviceType::Cpu)).expect("a Vulkan adapter: install mesa-vulkan-drivers");
-        let wanted = wgpu::Features::SUBGROUP | wgpu::Features::TIMESTAMP_QUERY | wgpu::Features::SHADER_F16 | wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX;
+        let adapter = adapters
+            .into_iter()
+            .min_by_key(|a| u32::from(a.get_info().device_type == wgpu::DeviceType::Cpu))
+            .expect("a Vulkan adapter: install mesa-vulkan-drivers");
+        let wanted = wgpu::Features::SUBGROUP
+            | wgpu::Features::TIMESTAMP_QUERY
+            | wgpu::Features::SHADER_F16
+            | wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX;
         let features = adapter.features() & wanted;
         let coop = features.contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
         #[allow(unsafe_code)]
@@ -69,22 +83,25 @@ impl Gpu {
             println!("{:?}", adapter.cooperative_matrix_properties());
         }
         let name = format!("{} {}", adapter.get_info().name, adapter.get_info().driver_info);
-        Gpu { device, queue, name, coop }
+        Gpu { device, queue, name, coop, trusted: true }
     }
 
     pub fn pipeline(&self, pieces: &[&str], overrides: &[(&str, f64)]) -> Pipeline {
         let text = source(pieces);
-        self.pipeline_of(pieces[pieces.len() - 1], &text, overrides, pieces.contains(&"prefill_matmat_coop"))
+        self.pipeline_of(pieces[pieces.len() - 1], &text, overrides, self.trusted)
     }
 
     pub fn pipeline_of(&self, name: &str, text: &str, overrides: &[(&str, f64)], trusted: bool) -> Pipeline {
-        let module = naga::front::wgsl::parse_str(text).unwrap_or_else(|e| panic!("{name}: {}", e.emit_to_string(text)));
+        let module =
+            naga::front::wgsl::parse_str(text).unwrap_or_else(|e| panic!("{name}: {}", e.emit_to_string(text)));
         let mut entries: Vec<wgpu::BindGroupLayoutEntry> = (module.global_variables.iter())
             .filter_map(|(_, v)| {
                 let at = v.binding.as_ref()?;
                 let ty = match v.space {
                     naga::AddressSpace::Uniform => wgpu::BufferBindingType::Uniform,
-                    naga::AddressSpace::Storage { access } => wgpu::BufferBindingType::Storage { read_only: !access.contains(naga::StorageAccess::STORE) },
+                    naga::AddressSpace::Storage { access } => {
+                        wgpu::BufferBindingType::Storage { read_only: !access.contains(naga::StorageAccess::STORE) }
+                    }
                     _ => return None,
                 };
                 Some(wgpu::BindGroupLayoutEntry {
@@ -96,11 +113,21 @@ impl Gpu {
             })
             .collect();
         entries.sort_by_key(|e| e.binding);
-        let storage = entries.iter().filter(|e| matches!(e.ty, wgpu::BindingType::Buffer { ty: wgpu::BufferBindingType::Storage { .. }, .. })).count();
+        let storage = entries
+            .iter()
+            .filter(|e| matches!(e.ty, wgpu::BindingType::Buffer { ty: wgpu::BufferBindingType::Storage { .. }, .. }))
+            .count();
         assert!(storage <= 10, "{name} has {storage} storage buffers");
-        let layout = self.device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: Some(name), entries: &entries });
-        let constants: Vec<(&str, f64)> = overrides.iter().copied().filter(|(key, _)| module.overrides.iter().any(|(_, o)| o.name.as_deref() == Some(key))).collect();
-        let descriptor = wgpu::ShaderModuleDescriptor { label: Some(name), source: wgpu::ShaderSource::Wgsl(text.into()) };
+        let layout = self
+            .device
+            .create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: Some(name), entries: &entries });
+        let constants: Vec<(&str, f64)> = overrides
+            .iter()
+            .copied()
+            .filter(|(key, _)| module.overrides.iter().any(|(_, o)| o.name.as_deref() == Some(key)))
+            .collect();
+        let descriptor =
+            wgpu::ShaderModuleDescriptor { label: Some(name), source: wgpu::ShaderSource::Wgsl(text.into()) };
         let shader = if trusted {
             #[allow(unsafe_code)]
             // SAFETY: the kernel bounds its own indices
@@ -112,10 +139,17 @@ impl Gpu {
         };
         let raw = self.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
             label: Some(name),
-            layout: Some(&self.device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor { label: None, bind_group_layouts: &[Some(&layout)], immediate_size: 0 })),
+            layout: Some(&self.device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
+                label: None,
+                bind_group_layouts: &[Some(&layout)],
+                immediate_size: 0,
+            })),
             module: &shader,
             entry_point: Some("main"),
-            compilation_options: wgpu::PipelineCompilationOptions { constants: &constants, zero_initialize_workgroup_memory: false },
+            compilation_options: wgpu::PipelineCompilationOptions {
+                constants: &constants,
+                zero_initialize_workgroup_memory: false,
+            },
             cache: None,
         });
         Pipeline { raw, layout, bindings: entries.iter().map(|e| e.binding).collect(), name: name.into() }
@@ -125,7 +159,10 @@ impl Gpu {
         let raw = self.device.create_buffer(&wgpu::BufferDescriptor {
             label: None,
             size: 4 * (words.len().div_ceil(4) * 4 + GUARD.len()) as u64,
-            usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::COPY_SRC,
+            usage: wgpu::BufferUsages::STORAGE
+                | wgpu::BufferUsages::UNIFORM
+                | wgpu::BufferUsages::COPY_DST
+                | wgpu::BufferUsages::COPY_SRC,
             mapped_at_creation: false,
         });
         let mut all = words.to_vec();
@@ -147,8 +184,14 @@ impl Gpu {
 
     pub fn bind(&self, pipeline: &Pipeline, buffers: &[&Buffer]) -> wgpu::BindGroup {
         assert_eq!(buffers.len(), pipeline.bindings.len(), "{}", pipeline.name);
-        let entries: Vec<_> = (pipeline.bindings.iter().zip(buffers)).map(|(at, b)| wgpu::BindGroupEntry { binding: *at, resource: b.raw.as_entire_binding() }).collect();
-        self.device.create_bind_group(&wgpu::BindGroupDescriptor { label: None, layout: &pipeline.layout, entries: &entries })
+        let entries: Vec<_> = (pipeline.bindings.iter().zip(buffers))
+            .map(|(at, b)| wgpu::BindGroupEntry { binding: *at, resource: b.raw.as_entire_binding() })
+            .collect();
+        self.device.create_bind_group(&wgpu::BindGroupDescriptor {
+            label: None,
+            layout: &pipeline.layout,
+            entries: &entries,
+        })
     }
 
     pub fn run(&self, pipeline: &Pipeline, buffers: &[&Buffer], grid: [u32; 3]) {
@@ -174,7 +217,12 @@ impl Gpu {
 
     pub fn read(&self, buffer: &Buffer) -> Vec<u32> {
         let size = buffer.raw.size();
-        let staging = self.device.create_buffer(&wgpu::BufferDescriptor { label: None, size, usage: wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST, mapped_at_creation: false });
+        let staging = self.device.create_buffer(&wgpu::BufferDescriptor {
+            label: None,
+            size,
+            usage: wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST,
+            mapped_at_creation: false,
+        });
         let mut encoder = self.device.create_command_encoder(&Default::default());
         encoder.copy_buffer_to_buffer(&buffer.raw, 0, &staging, 0, size);
         self.queue.submit([encoder.finish()]);
@@ -218,7 +266,13 @@ pub fn close(what: &str, got: &[f32], want: &[f32], tolerance: Tolerance) -> (f6
     assert!(
         nmse <= tolerance.nmse && largest.0 <= tolerance.max_abs * peak,
         "{what}: nmse {nmse:.2e} (allowed {:.2e}), largest {:.2e} of {peak:.2e} at {} ({} for {}; allowed {:.1e} of the peak): {}",
-        tolerance.nmse, largest.0, largest.1, got[largest.1], want[largest.1], tolerance.max_abs, tolerance.why
+        tolerance.nmse,
+        largest.0,
+        largest.1,
+        got[largest.1],
+        want[largest.1],
+        tolerance.max_abs,
+        tolerance.why
     );
     (nmse, largest.0 / peak)
 }

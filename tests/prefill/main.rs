@@ -58,6 +58,10 @@ fn words(values: &[u32]) -> Vec<u32> {
 enum Form {
     F32,
     Int8,
+    /// Halves for the matrix units, in either arithmetic.
+    Half {
+        int8: bool,
+    },
 }
 
 impl Form {
@@ -65,6 +69,7 @@ impl Form {
         match self {
             Form::F32 => vec!["encode_f32"],
             Form::Int8 => vec!["group32", "encode_int8"],
+            Form::Half { .. } => vec!["group32", "encode_half"],
         }
     }
 
@@ -73,7 +78,11 @@ impl Form {
     }
 
     fn act_words(self, cols: usize) -> usize {
-        if self == Form::F32 { cols } else { cols / 4 }
+        match self {
+            Form::F32 => cols,
+            Form::Int8 => cols / 4,
+            Form::Half { .. } => cols / 2,
+        }
     }
 }
 
@@ -81,7 +90,7 @@ fn encode_pipeline(gpu: &Gpu, form: Form, source: &str, params: &str, overrides:
     let mut pieces = vec!["team_none", "guard", "guard_read", "own_miss", "none", params, "wide_reduce", source];
     pieces.extend(form.encode());
     pieces.push("prefill_encode");
-    let mut all = vec![("WG", 64.0)];
+    let mut all = vec![("WG", 64.0), ("INT8", f64::from(u8::from(form == Form::Half { int8: true })))];
     all.extend(overrides);
     gpu.pipeline(&pieces, &all)
 }
@@ -108,7 +117,13 @@ fn encode_rows(
     e: &EncodeRows,
 ) -> (Buffer, Buffer) {
     let cols = padded(e.width);
-    let pipeline = encode_pipeline(gpu, form, "rows_of_norm", "encode_rows_params", &[("COLS", cols as f64), ("TOP_K", top_k as f64)]);
+    let pipeline = encode_pipeline(
+        gpu,
+        form,
+        "rows_of_norm",
+        "encode_rows_params",
+        &[("COLS", cols as f64), ("TOP_K", top_k as f64)],
+    );
     let params = gpu.buffer(&words(&[
         e.norm,
         e.field,
@@ -125,7 +140,11 @@ fn encode_rows(
     ]));
     let acts = gpu.empty(rows * form.act_words(cols));
     let scales = gpu.empty(rows * cols / 32);
-    gpu.run(&pipeline, &[&slot.flight, &slot.control, &params, arena, source, list, &acts, &scales], [rows as u32, 1, 1]);
+    gpu.run(
+        &pipeline,
+        &[&slot.flight, &slot.control, &params, arena, source, list, &acts, &scales],
+        [rows as u32, 1, 1],
+    );
     (acts, scales)
 }
 
@@ -136,6 +155,17 @@ fn decoded(gpu: &Gpu, form: Form, acts: &Buffer, scales: &Buffer) -> Vec<f32> {
             let scales = gpu.read_floats(scales);
             let codes: Vec<u8> = bytemuck::cast_slice(&gpu.read(acts)).to_vec();
             codes.iter().enumerate().map(|(i, q)| f32::from(*q as i8) * scales[i / 32]).collect()
+        }
+        Form::Half { .. } => {
+            let words = gpu.read(acts);
+            let halves: Vec<half::f16> = words
+                .iter()
+                .flat_map(|w| [half::f16::from_bits(*w as u16), half::f16::from_bits((*w >> 16) as u16)])
+                .collect();
+            let scales: Vec<f32> = gpu.read(scales).into_iter().map(f32::from_bits).collect();
+            let rows = scales.iter().take_while(|s| s.to_bits() != UNWRITTEN).count();
+            let cols = halves.len() / rows;
+            halves.iter().enumerate().map(|(i, h)| h.to_f32() * scales[i / cols]).collect()
         }
     }
 }
@@ -155,7 +185,15 @@ fn requantized(row: &[f32]) -> Vec<f32> {
 fn encode_norm_and_field() {
     let gpu = gpu();
     for (rows, width) in [(3, 40), (2, 256), (5, 2688)] {
-        for (form, with_norm, with_field) in [(Form::F32, true, false), (Form::Int8, true, true), (Form::Int8, false, false), (Form::F32, false, true)] {
+        for (form, with_norm, with_field) in [
+            (Form::F32, true, false),
+            (Form::Int8, true, true),
+            (Form::Int8, false, false),
+            (Form::F32, false, true),
+            (Form::Half { int8: false }, true, true),
+            (Form::Half { int8: true }, true, true),
+            (Form::Half { int8: true }, false, false),
+        ] {
             let mut rng = Random::new(width as u64);
             let cols = padded(width);
             let mut x = rng.normals(rows * width);
@@ -167,7 +205,10 @@ fn encode_norm_and_field() {
             arena.put(&[0; 8]);
             let (norm_at, field_at) = (arena.floats(&fill(&norm)), arena.floats(&fill(&field)));
             // what lies past the width is no part of the row
-            let source: Vec<f32> = x.chunks(width).flat_map(|r| r.iter().copied().chain(std::iter::repeat(f32::NAN)).take(cols).collect::<Vec<_>>()).collect();
+            let source: Vec<f32> = x
+                .chunks(width)
+                .flat_map(|r| r.iter().copied().chain(std::iter::repeat(f32::NAN)).take(cols).collect::<Vec<_>>())
+                .collect();
             let slot = slot(&gpu, rows, 0);
             let e = EncodeRows {
                 norm: if with_norm { norm_at } else { NONE },
@@ -178,7 +219,8 @@ fn encode_norm_and_field() {
                 listed: None,
             };
             let list = gpu.buffer(&[0; 4]);
-            let (acts, scales) = encode_rows(&gpu, &slot, form, &gpu.buffer(&arena.0), &gpu.floats(&source), &list, rows, 1, &e);
+            let (acts, scales) =
+                encode_rows(&gpu, &slot, form, &gpu.buffer(&arena.0), &gpu.floats(&source), &list, rows, 1, &e);
             let got = decoded(&gpu, form, &acts, &scales);
             let want: Vec<f32> = (x.chunks(width))
                 .flat_map(|row| {
@@ -187,13 +229,27 @@ fn encode_norm_and_field() {
                         a.iter_mut().zip(&field).for_each(|(a, f)| *a *= f);
                     }
                     a.resize(cols, 0.0);
-                    if form == Form::Int8 { requantized(&a) } else { a }
+                    if matches!(form, Form::Int8 | Form::Half { int8: true }) { requantized(&a) } else { a }
                 })
                 .collect();
-            let tolerance = if form == Form::Int8 && (with_norm || with_field) { CODE_FLIPS } else { SUM_ORDER };
+            let tolerance = match form {
+                Form::Int8 | Form::Half { int8: true } if with_norm || with_field => CODE_FLIPS,
+                Form::Half { .. } => Tolerance { nmse: 1e-7, max_abs: 5e-4, why: "rounded to halves, 2^-11" },
+                _ => SUM_ORDER,
+            };
             close(&format!("encode {form:?} {rows}x{width}"), &got, &want, tolerance);
             // a flight of another turn writes nothing
-            let (acts, _) = encode_rows(&gpu, &stale(&gpu, &slot), form, &gpu.buffer(&arena.0), &gpu.floats(&source), &list, rows, 1, &e);
+            let (acts, _) = encode_rows(
+                &gpu,
+                &stale(&gpu, &slot),
+                form,
+                &gpu.buffer(&arena.0),
+                &gpu.floats(&source),
+                &list,
+                rows,
+                1,
+                &e,
+            );
             assert!(gpu.read(&acts).iter().all(|w| *w == UNWRITTEN));
         }
     }
@@ -214,15 +270,32 @@ fn encode_gate() {
             fill.resize(cols, 0.0);
             let norm_at = arena.floats(&fill);
             let slot = slot(&gpu, rows, 0);
-            let pipeline = encode_pipeline(&gpu, form, "rows_of_gate", "encode_gate_params", &[("COLS", cols as f64), ("GROUPS", groups as f64)]);
+            let pipeline = encode_pipeline(
+                &gpu,
+                form,
+                "rows_of_gate",
+                "encode_gate_params",
+                &[("COLS", cols as f64), ("GROUPS", groups as f64)],
+            );
             let params = gpu.buffer(&[norm_at, NONE, stride as u32, width as u32, 1e-5f32.to_bits(), NONE, 0, 0]);
             let (acts, scales) = (gpu.empty(rows * form.act_words(cols)), gpu.empty(rows * cols / 32));
             let (plain, gate) = (gpu.floats(&o), gpu.floats(&z));
-            gpu.run(&pipeline, &[&slot.flight, &slot.control, &params, &gpu.buffer(&arena.0), &plain, &gate, &acts, &scales], [rows as u32, 1, 1]);
+            gpu.run(
+                &pipeline,
+                &[&slot.flight, &slot.control, &params, &gpu.buffer(&arena.0), &plain, &gate, &acts, &scales],
+                [rows as u32, 1, 1],
+            );
             let want: Vec<f32> = (0..rows)
                 .flat_map(|r| {
                     let mut out = vec![0.0; width];
-                    reference::gated_group_norm::gated_group_norm(&o[r * width..][..width], &z[r * stride..][..width], &norm, groups, 1e-5, &mut out);
+                    reference::gated_group_norm::gated_group_norm(
+                        &o[r * width..][..width],
+                        &z[r * stride..][..width],
+                        &norm,
+                        groups,
+                        1e-5,
+                        &mut out,
+                    );
                     out.resize(cols, 0.0);
                     if form == Form::Int8 { requantized(&out) } else { out }
                 })
@@ -244,12 +317,23 @@ fn encode_fuse() {
         let mut arena = Arena::default();
         let (e_at, h_at) = (arena.floats(&enorm), arena.floats(&hnorm));
         let slot = slot(&gpu, rows, 9);
-        let pipeline = encode_pipeline(&gpu, Form::F32, "rows_of_fuse", "encode_fuse_params", &[("COLS", 2.0 * width as f64)]);
-        let params = gpu.buffer(&[e_at, h_at, NONE, width as u32 / 4, width as u32, 1e-5f32.to_bits(), hidden_first, NONE]);
+        let pipeline =
+            encode_pipeline(&gpu, Form::F32, "rows_of_fuse", "encode_fuse_params", &[("COLS", 2.0 * width as f64)]);
+        let params =
+            gpu.buffer(&[e_at, h_at, NONE, width as u32 / 4, width as u32, 1e-5f32.to_bits(), hidden_first, NONE]);
         let (acts, scales) = (gpu.empty(rows * 2 * width), gpu.empty(rows * 2 * width / 32));
         gpu.run(
             &pipeline,
-            &[&slot.flight, &slot.control, &params, &gpu.buffer(&arena.0), &gpu.floats(&following), &gpu.floats(&hidden), &acts, &scales],
+            &[
+                &slot.flight,
+                &slot.control,
+                &params,
+                &gpu.buffer(&arena.0),
+                &gpu.floats(&following),
+                &gpu.floats(&hidden),
+                &acts,
+                &scales,
+            ],
             [rows as u32, 1, 1],
         );
         let want: Vec<f32> = (0..rows)
@@ -314,7 +398,10 @@ fn matmat() {
             let [base, side, field] = arena.matrix(&laid);
             let arena = gpu.buffer(&arena.0);
             let x = rng.normals(m * cols);
-            let source: Vec<f32> = x.chunks(cols).flat_map(|r| r.iter().copied().chain(std::iter::repeat(0.0)).take(laid.cols).collect::<Vec<_>>()).collect();
+            let source: Vec<f32> = x
+                .chunks(cols)
+                .flat_map(|r| r.iter().copied().chain(std::iter::repeat(0.0)).take(laid.cols).collect::<Vec<_>>())
+                .collect();
             let position = 5;
             let slot = slot(&gpu, m, position);
             let list = gpu.buffer(&[0; 4]);
@@ -322,13 +409,20 @@ fn matmat() {
             let (acts, scales) = encode_rows(&gpu, &slot, form, &arena, &gpu.floats(&source), &list, m, 1, &e);
             let pipeline = matmat_pipeline(&gpu, codec, form, "pass_rows", &laid);
             let want = reference::matvec::matmul(&w, &x, act);
-            for (to, relu2, shift) in [(TO_ROW, 1, 0), (TO_SUM, 0, 0), (TO_POSITION, 0, position), (TO_BEFORE, 0, position - 1)] {
+            for (to, relu2, shift) in
+                [(TO_ROW, 1, 0), (TO_SUM, 0, 0), (TO_POSITION, 0, position), (TO_BEFORE, 0, position - 1)]
+            {
                 let (stride, offset) = (rows + 3, 2);
                 let before = if to == TO_SUM { 0.5f32.to_bits() } else { UNWRITTEN };
                 let out = gpu.buffer(&vec![before; (m + shift) * stride]);
-                let params = gpu.buffer(&words(&[rows as u32, base, side, 0, stride as u32, offset, to, relu2, NONE, 0]));
+                let params =
+                    gpu.buffer(&words(&[rows as u32, base, side, 0, stride as u32, offset, to, relu2, NONE, 0]));
                 let grid = [rows.div_ceil(64) as u32, m.div_ceil(64) as u32, 1];
-                gpu.run(&pipeline, &[&slot.flight, &slot.control, &params, &arena, &arena, &acts, &scales, &list, &out], grid);
+                gpu.run(
+                    &pipeline,
+                    &[&slot.flight, &slot.control, &params, &arena, &arena, &acts, &scales, &list, &out],
+                    grid,
+                );
                 let all = gpu.read(&out);
                 let mut got = Vec::new();
                 for (i, word) in all.iter().enumerate() {
@@ -340,7 +434,8 @@ fn matmat() {
                     }
                 }
                 let want: Vec<f32> = want.iter().map(|y| if relu2 == 1 { y.max(0.0) * y.max(0.0) } else { *y } + if to == TO_SUM { 0.5 } else { 0.0 }).collect();
-                let tolerance = if form == Form::Int8 { CODE_FLIPS } else { Tolerance { nmse: 1e-11, max_abs: 1e-5, ..SUM_ORDER } };
+                let tolerance =
+                    if form == Form::Int8 { CODE_FLIPS } else { Tolerance { nmse: 1e-11, max_abs: 1e-5, ..SUM_ORDER } };
                 close(&format!("matmat {codec} {act:?} {m}x{rows}x{cols} to {to}"), &got, &want, tolerance);
             }
         }
@@ -363,8 +458,17 @@ fn keys_of_the_draft_layer_begin_at_position_zero() {
     let out = gpu.empty((m - 1) * rows);
     let params = gpu.buffer(&words(&[rows as u32, base, side, 0, rows as u32, 0, TO_BEFORE, 0, NONE, 0]));
     let pipeline = matmat_pipeline(&gpu, Codec::F32, Form::F32, "pass_rows", &laid);
-    gpu.run(&pipeline, &[&slot.flight, &slot.control, &params, &arena, &arena, &gpu.floats(&x), &scales, &list, &out], [1, 1, 1]);
-    close("rows before the first", &gpu.read_floats(&out), &reference::matvec::matmul(&w, &x[cols..], Activations::F32), SUM_ORDER);
+    gpu.run(
+        &pipeline,
+        &[&slot.flight, &slot.control, &params, &arena, &arena, &gpu.floats(&x), &scales, &list, &out],
+        [1, 1, 1],
+    );
+    close(
+        "rows before the first",
+        &gpu.read_floats(&out),
+        &reference::matvec::matmul(&w, &x[cols..], Activations::F32),
+        SUM_ORDER,
+    );
 }
 
 // ------------------------------------------------------------------ experts
@@ -383,7 +487,10 @@ fn experts_case(gpu: &Gpu, case: &Experts, act: Activations) {
     let (g, hidden, rows) = (&case.geometry, case.hidden, case.rows);
     let mut rng = Random::new((hidden + rows) as u64);
     let experts: Vec<MlpWeights> = (0..g.experts)
-        .map(|_| MlpWeights { up: random(case.codec, g.inter, hidden, &mut rng), down: random(case.codec, hidden, g.inter, &mut rng) })
+        .map(|_| MlpWeights {
+            up: random(case.codec, g.inter, hidden, &mut rng),
+            down: random(case.codec, hidden, g.inter, &mut rng),
+        })
         .collect();
     let (bias, normed) = (rng.normals(g.experts), rng.normals(rows * hidden));
     let gate: Vec<f32> = rng.normals(g.experts * hidden).iter().map(|v| v / (hidden as f32).sqrt()).collect();
@@ -401,12 +508,14 @@ fn experts_case(gpu: &Gpu, case: &Experts, act: Activations) {
             places[*place as usize] = Some(arena);
         }
     }
-    let bank: Vec<u32> = places.into_iter().flat_map(|p| p.map_or_else(|| vec![UNWRITTEN; place_words], |a| a.0)).collect();
+    let bank: Vec<u32> =
+        places.into_iter().flat_map(|p| p.map_or_else(|| vec![UNWRITTEN; place_words], |a| a.0)).collect();
     let (bank, place) = (gpu.buffer(&bank), place_words as u32 / 4);
 
     let slot = slot(gpu, rows, 3);
     // router logits through the plain product
-    let gate_matrix = Matrix::from_payload("gate", Codec::F32, [g.experts, hidden], bytemuck::cast_slice(&gate).to_vec());
+    let gate_matrix =
+        Matrix::from_payload("gate", Codec::F32, [g.experts, hidden], bytemuck::cast_slice(&gate).to_vec());
     let laid = lay(&gate_matrix);
     let mut small = Arena::default();
     let [gate_base, gate_side, _] = small.matrix(&laid);
@@ -414,10 +523,14 @@ fn experts_case(gpu: &Gpu, case: &Experts, act: Activations) {
     let small = gpu.buffer(&small.0);
     let dummy = gpu.buffer(&[0; 4]);
     let wide = padded(hidden);
-    let rows_padded: Vec<f32> = normed.chunks(hidden).flat_map(|r| r.iter().copied().chain(std::iter::repeat(0.0)).take(wide).collect::<Vec<_>>()).collect();
+    let rows_padded: Vec<f32> = normed
+        .chunks(hidden)
+        .flat_map(|r| r.iter().copied().chain(std::iter::repeat(0.0)).take(wide).collect::<Vec<_>>())
+        .collect();
     let normed_buffer = gpu.floats(&rows_padded);
     let logits = gpu.empty(rows * g.experts);
-    let params = gpu.buffer(&words(&[g.experts as u32, gate_base, gate_side, 0, g.experts as u32, 0, TO_ROW, 0, NONE, 0]));
+    let params =
+        gpu.buffer(&words(&[g.experts as u32, gate_base, gate_side, 0, g.experts as u32, 0, TO_ROW, 0, NONE, 0]));
     gpu.run(
         &matmat_pipeline(gpu, Codec::F32, Form::F32, "pass_rows", &laid),
         &[&slot.flight, &slot.control, &params, &small, &small, &normed_buffer, &dummy, &dummy, &logits],
@@ -443,7 +556,11 @@ fn experts_case(gpu: &Gpu, case: &Experts, act: Activations) {
     let map: Vec<u32> = [0; 3].into_iter().chain(case.map.iter().copied()).collect();
     let params = gpu.buffer(&words(&[0, bias_at, map_at, u32::from(g.norm_topk), g.scale.to_bits(), 0, 0, 0]));
     let routes_buffer = gpu.empty(rows * k * 4);
-    gpu.run(&route, &[&slot.flight, &slot.control, &params, &small, &logits, &gpu.buffer(&map), &routes_buffer], [rows as u32, 1, 1]);
+    gpu.run(
+        &route,
+        &[&slot.flight, &slot.control, &params, &small, &logits, &gpu.buffer(&map), &routes_buffer],
+        [rows as u32, 1, 1],
+    );
     let got = gpu.read(&routes_buffer);
     let mut picks = vec![0usize; rows * k];
     for (r, want) in routes.iter().enumerate() {
@@ -453,7 +570,12 @@ fn experts_case(gpu: &Gpu, case: &Experts, act: Activations) {
             let entry = &got[4 * (r * k + i)..][..4];
             assert_eq!(entry[0], u32::from(want.picks[j].0), "row {r} pick {i}, gap {}", want.gap);
             assert_eq!(entry[1], case.map[entry[0] as usize]);
-            assert!((f32::from_bits(entry[2]) - want.weights[j]).abs() < 2e-6 * want.weights[j].abs(), "{} {}", f32::from_bits(entry[2]), want.weights[j]);
+            assert!(
+                (f32::from_bits(entry[2]) - want.weights[j]).abs() < 2e-6 * want.weights[j].abs(),
+                "{} {}",
+                f32::from_bits(entry[2]),
+                want.weights[j]
+            );
             picks[r * k + i] = want.picks[j].index();
         }
     }
@@ -498,23 +620,40 @@ fn experts_case(gpu: &Gpu, case: &Experts, act: Activations) {
         let pipeline = encode_pipeline(gpu, form, source_name, "encode_rows_params", &overrides);
         // sorted rows read the row they were picked for; what up left is sorted already
         let top = if listed { 1 } else { 2 };
-        let params = gpu.buffer(&words(&[NONE, field, place, cols as u32 / 4, 0, width as u32, 0, layer, top, order_at as u32]));
+        let params =
+            gpu.buffer(&words(&[NONE, field, place, cols as u32 / 4, 0, width as u32, 0, layer, top, order_at as u32]));
         let (acts, scales) = (gpu.empty(rows * k * form.act_words(cols)), gpu.empty(rows * k * cols / 32));
-        gpu.run(&pipeline, &[&slot.flight, &slot.control, &params, &bank, source, &list, &acts, &scales], [(rows * k) as u32, 1, 1]);
-        (acts, scales)
-    };
-    let multiply = |m: &Matrix, laid: &Laid, at: [u32; 3], acts: &(Buffer, Buffer), stride: usize, to: u32, relu2: u32| {
-        let pipeline = matmat_pipeline(gpu, case.codec, form, "pass_experts", laid);
-        let params = gpu.buffer(&words(&[m.rows() as u32, at[0], at[1], place, stride as u32, 0, to, relu2, layer, order_at as u32]));
-        let out = gpu.empty(rows * k * stride);
-        let tiles = rows * k / 64 + 1 + case.places;
         gpu.run(
             &pipeline,
-            &[&slot.flight, &slot.control, &params, &bank, &bank, &acts.0, &acts.1, &list, &out],
-            [m.rows().div_ceil(64) as u32, tiles as u32, 1],
+            &[&slot.flight, &slot.control, &params, &bank, source, &list, &acts, &scales],
+            [(rows * k) as u32, 1, 1],
         );
-        out
+        (acts, scales)
     };
+    let multiply =
+        |m: &Matrix, laid: &Laid, at: [u32; 3], acts: &(Buffer, Buffer), stride: usize, to: u32, relu2: u32| {
+            let pipeline = matmat_pipeline(gpu, case.codec, form, "pass_experts", laid);
+            let params = gpu.buffer(&words(&[
+                m.rows() as u32,
+                at[0],
+                at[1],
+                place,
+                stride as u32,
+                0,
+                to,
+                relu2,
+                layer,
+                order_at as u32,
+            ]));
+            let out = gpu.empty(rows * k * stride);
+            let tiles = rows * k / 64 + 1 + case.places;
+            gpu.run(
+                &pipeline,
+                &[&slot.flight, &slot.control, &params, &bank, &bank, &acts.0, &acts.1, &list, &out],
+                [m.rows().div_ceil(64) as u32, tiles as u32, 1],
+            );
+            out
+        };
     let acts = encode(hidden, at[0][2], &normed_buffer, true);
     let inner = multiply(&experts[0].up, &up, at[0], &acts, padded(g.inter), TO_ROW, 1);
     let acts = encode(g.inter, at[1][2], &inner, false);
@@ -550,7 +689,14 @@ fn experts_case(gpu: &Gpu, case: &Experts, act: Activations) {
     for r in 0..rows {
         let weights: Vec<f32> = (0..k).map(|i| f32::from_bits(got[4 * (r * k + i) + 2])).collect();
         let outputs = &all[r * k * hidden..][..k * hidden];
-        reference::moe_sum::moe_sum(&mut want_x[r * hidden..][..hidden], &weights, outputs, None, &shared[r * hidden..][..hidden], act);
+        reference::moe_sum::moe_sum(
+            &mut want_x[r * hidden..][..hidden],
+            &weights,
+            outputs,
+            None,
+            &shared[r * hidden..][..hidden],
+            act,
+        );
     }
     close("sum", &gpu.read_floats(&x_buffer), &want_x, SUM_ORDER);
 }
@@ -573,11 +719,48 @@ fn experts() {
     let mut half = full(8);
     half.iter_mut().for_each(|p| *p = if *p < 4 { *p } else { NONE });
     for act in [Activations::F32, Activations::Int8] {
-        experts_case(&gpu, &Experts { geometry: geometry(8, 2, 64, 1), codec: Codec::Q4tp, hidden: 64, rows: 150, map: full(8), places: 8 }, act);
-        experts_case(&gpu, &Experts { geometry: geometry(8, 3, 40, 2), codec: Codec::Q8_2f, hidden: 64, rows: 33, map: half.clone(), places: 5 }, act);
-        experts_case(&gpu, &Experts { geometry: geometry(16, 6, 96, 1), codec: Codec::Q4tp, hidden: 96, rows: 1, map: full(16), places: 16 }, act);
+        experts_case(
+            &gpu,
+            &Experts {
+                geometry: geometry(8, 2, 64, 1),
+                codec: Codec::Q4tp,
+                hidden: 64,
+                rows: 150,
+                map: full(8),
+                places: 8,
+            },
+            act,
+        );
+        experts_case(
+            &gpu,
+            &Experts {
+                geometry: geometry(8, 3, 40, 2),
+                codec: Codec::Q8_2f,
+                hidden: 64,
+                rows: 33,
+                map: half.clone(),
+                places: 5,
+            },
+            act,
+        );
+        experts_case(
+            &gpu,
+            &Experts {
+                geometry: geometry(16, 6, 96, 1),
+                codec: Codec::Q4tp,
+                hidden: 96,
+                rows: 1,
+                map: full(16),
+                places: 16,
+            },
+            act,
+        );
     }
-    experts_case(&gpu, &Experts { geometry: geometry(4, 2, 40, 1), codec: Codec::F32, hidden: 40, rows: 5, map: full(4), places: 4 }, Activations::Int8);
+    experts_case(
+        &gpu,
+        &Experts { geometry: geometry(4, 2, 40, 1), codec: Codec::F32, hidden: 40, rows: 5, map: full(4), places: 4 },
+        Activations::Int8,
+    );
 }
 
 // ------------------------------------------------------------------ mamba
@@ -608,7 +791,8 @@ fn convolution_and_scan() {
         };
         let stride = g.in_proj_rows() + 4;
         let proj = rng.normals(rows * stride);
-        let conv_before = if position == 0 { vec![0.0; channels * (taps - 1)] } else { rng.normals(channels * (taps - 1)) };
+        let conv_before =
+            if position == 0 { vec![0.0; channels * (taps - 1)] } else { rng.normals(channels * (taps - 1)) };
         let ssm_before = rng.normals(g.ssm_state_len());
 
         // the twins
@@ -634,12 +818,14 @@ fn convolution_and_scan() {
         for back in 1..taps {
             if position >= back {
                 for c in 0..channels {
-                    device_ring[(position - back) % slots * channels + c] = ring_before[c * (taps - 1) + taps - 1 - back];
+                    device_ring[(position - back) % slots * channels + c] =
+                        ring_before[c * (taps - 1) + taps - 1 - back];
                 }
             }
         }
         let mut arena = Arena::default();
-        let at = [&weights.conv, &weights.conv_bias, &weights.a_log, &weights.d_skip, &weights.dt_bias].map(|v| 4 * arena.floats(v));
+        let at = [&weights.conv, &weights.conv_bias, &weights.a_log, &weights.d_skip, &weights.dt_bias]
+            .map(|v| 4 * arena.floats(v));
         let arena = gpu.buffer(&arena.0);
         let slot = slot(&gpu, rows, position);
         let mut control = gpu.read(&slot.control);
@@ -665,19 +851,34 @@ fn convolution_and_scan() {
         let xbc_buffer = gpu.empty(rows * channels);
         let params = gpu.buffer(&[at[0], at[1], 0, 0]);
         let blocks = channels.div_ceil(64) as u32;
-        gpu.run(&kernel("prefill_conv"), &[&slot.flight, &control, &params, &arena, &proj_buffer, &ring_buffer, &xbc_buffer], [blocks, rows as u32, 1]);
+        gpu.run(
+            &kernel("prefill_conv"),
+            &[&slot.flight, &control, &params, &arena, &proj_buffer, &ring_buffer, &xbc_buffer],
+            [blocks, rows as u32, 1],
+        );
         close("conv", &gpu.read_floats(&xbc_buffer), &xbc, SUM_ORDER);
-        gpu.run(&kernel("prefill_ring"), &[&slot.flight, &control, &proj_buffer, &ring_buffer], [blocks, taps as u32 - 1, 1]);
+        gpu.run(
+            &kernel("prefill_ring"),
+            &[&slot.flight, &control, &proj_buffer, &ring_buffer],
+            [blocks, taps as u32 - 1, 1],
+        );
         let got = gpu.read_floats(&ring_buffer);
         for back in 1..taps.min(rows + position + 1) {
             for c in 0..channels {
-                assert_eq!(got[(position + rows - back) % slots * channels + c], ring[c * (taps - 1) + taps - 1 - back]);
+                assert_eq!(
+                    got[(position + rows - back) % slots * channels + c],
+                    ring[c * (taps - 1) + taps - 1 - back]
+                );
             }
         }
         let steps = gpu.empty(rows * heads * 4);
         let params = gpu.buffer(&[at[2], at[4], g.dt_limit[0].to_bits(), g.dt_limit[1].to_bits()]);
         let chunks = rows.div_ceil(64);
-        gpu.run(&kernel("prefill_ssd_steps"), &[&slot.flight, &control, &params, &arena, &proj_buffer, &steps], [heads.div_ceil(64) as u32, chunks as u32, 1]);
+        gpu.run(
+            &kernel("prefill_ssd_steps"),
+            &[&slot.flight, &control, &params, &arena, &proj_buffer, &steps],
+            [heads.div_ceil(64) as u32, chunks as u32, 1],
+        );
         let states = gpu.empty(chunks * g.ssm_state_len());
         let grid = [(g.head_dim.div_ceil(64) * g.d_state.div_ceil(64)) as u32, heads as u32, chunks as u32];
         // the same inputs as the twin's, so that only the scan is compared
@@ -687,7 +888,11 @@ fn convolution_and_scan() {
         snapshots[g.ssm_state_len()..].copy_from_slice(&ssm_before);
         let state = gpu.floats(&snapshots);
         let params = gpu.buffer(&[g.ssm_state_len() as u32, 0, 0, 0]);
-        gpu.run(&kernel("prefill_ssd_pass"), &[&slot.flight, &control, &params, &steps, &states, &state], [g.ssm_state_len().div_ceil(64) as u32, 1, 1]);
+        gpu.run(
+            &kernel("prefill_ssd_pass"),
+            &[&slot.flight, &control, &params, &steps, &states, &state],
+            [g.ssm_state_len().div_ceil(64) as u32, 1, 1],
+        );
         let out = gpu.empty(rows * inner);
         let params = gpu.buffer(&[at[3], 0, 0, 0]);
         gpu.run(
@@ -695,7 +900,8 @@ fn convolution_and_scan() {
             &[&slot.flight, &control, &params, &arena, &xbc_buffer, &steps, &states, &out],
             [g.head_dim.div_ceil(64) as u32, heads as u32, chunks as u32],
         );
-        let tolerance = Tolerance { nmse: 1e-11, max_abs: 1e-5, why: "f32 sums in another order, exp of sums of up to 64 steps" };
+        let tolerance =
+            Tolerance { nmse: 1e-11, max_abs: 1e-5, why: "f32 sums in another order, exp of sums of up to 64 steps" };
         close(&format!("scan {g:?}"), &gpu.read_floats(&out), &o, tolerance);
         close("state", &gpu.read_floats(&state)[..ssm.len()], &ssm, tolerance);
     }
@@ -729,7 +935,7 @@ fn attention() {
             ("SPLITS", splits as f64),
         ];
         let pipeline = gpu.pipeline(&["guard", "guard_read", "prefill_attention"], &numbers);
-        let params = gpu.buffer(&[stride as u32, offset, (1.0 / (g.head_dim as f32).sqrt()).to_bits(), 0]);
+        let params = gpu.buffer(&[stride as u32 / 4, offset / 4, (1.0 / (g.head_dim as f32).sqrt()).to_bits(), 0]);
         let cells = if splits == 1 { g.head_dim } else { splits * (g.head_dim + 2) };
         let out = gpu.empty(rows * g.heads * cells);
         let grid = [rows.div_ceil(64) as u32, g.heads as u32, splits as u32];
@@ -737,7 +943,11 @@ fn attention() {
         let mut got = gpu.read_floats(&out);
         if splits > 1 {
             let parts: Vec<reference::softmax_merge::Partial> = (got.chunks(g.head_dim + 2))
-                .map(|p| reference::softmax_merge::Partial { max: p[g.head_dim], sum: p[g.head_dim + 1], acc: p[..g.head_dim].to_vec() })
+                .map(|p| reference::softmax_merge::Partial {
+                    max: p[g.head_dim],
+                    sum: p[g.head_dim + 1],
+                    acc: p[..g.head_dim].to_vec(),
+                })
                 .collect();
             got = parts.chunks(splits).flat_map(reference::softmax_merge::softmax_merge).collect();
         }
@@ -748,9 +958,16 @@ fn attention() {
         let mut want = vec![0.0; rows * width];
         for r in 0..rows {
             let seen = (position + r + 1) * kv;
-            reference::attention::attention(&g, &q[r * stride + offset as usize..][..width], &k[..seen], &v[..seen], &mut want[r * width..][..width]);
+            reference::attention::attention(
+                &g,
+                &q[r * stride + offset as usize..][..width],
+                &k[..seen],
+                &v[..seen],
+                &mut want[r * width..][..width],
+            );
         }
-        let tolerance = Tolerance { nmse: 1e-10, max_abs: 1e-5, why: "exp of scores of size 10, f32 sums in another order" };
+        let tolerance =
+            Tolerance { nmse: 1e-10, max_abs: 1e-5, why: "exp of scores of size 10, f32 sums in another order" };
         close(&format!("attention {g:?}"), &got, &want, tolerance);
     }
 }
@@ -762,7 +979,17 @@ fn matrix_unit_kernels_are_valid() {
     use wgpu::naga;
     for tiles in ["pass_rows", "pass_experts"] {
         for codec in ["half_q8", "half_q4"] {
-            let text = gpu::source(&["coop_head", "guard", "guard_read", "own_miss", "none", "matmat", tiles, codec, "prefill_matmat_coop"]);
+            let text = gpu::source(&[
+                "coop_head",
+                "guard",
+                "guard_read",
+                "own_miss",
+                "none",
+                "matmat",
+                tiles,
+                codec,
+                "prefill_matmat_coop",
+            ]);
             let module = naga::front::wgsl::parse_str(&text).unwrap_or_else(|e| panic!("{}", e.emit_to_string(&text)));
             naga::valid::Validator::new(naga::valid::ValidationFlags::all(), naga::valid::Capabilities::all())
                 .validate(&module)

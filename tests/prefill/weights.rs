@@ -1,4 +1,5 @@
 //! Random matrices, and their layout on the device.
+#![allow(unreachable_pub)]
 #![allow(dead_code)]
 
 use super::gpu::Random;
@@ -15,9 +16,12 @@ pub fn random(codec: Codec, rows: usize, cols: usize, rng: &mut Random) -> Matri
     let payload: Vec<u8> = match codec {
         Codec::F32 => (0..rows * cols).flat_map(|_| (rng.normal() * size).to_le_bytes()).collect(),
         Codec::F16 => (0..rows * cols).flat_map(|_| half(rng.normal() * size + 1e-3)).collect(),
-        Codec::Bf16 => (0..rows * cols).flat_map(|_| ((rng.normal() * size).to_bits() >> 16 & 0xffff).to_le_bytes()[..2].to_vec()).collect(),
+        Codec::Bf16 => (0..rows * cols)
+            .flat_map(|_| ((rng.normal() * size).to_bits() >> 16 & 0xffff).to_le_bytes()[..2].to_vec())
+            .collect(),
         Codec::Q8_2f => {
-            let mut out: Vec<u8> = (0..rows * cols).map(|_| ((rng.normal() * 40.0).clamp(-127.0, 127.0) as i8) as u8).collect();
+            let mut out: Vec<u8> =
+                (0..rows * cols).map(|_| ((rng.normal() * 40.0).clamp(-127.0, 127.0) as i8) as u8).collect();
             out.extend((0..rows).flat_map(|_| half(size * (0.5 + rng.unit()) / 40.0)));
             out.extend((0..cols).flat_map(|_| half(0.3 + 1.4 * rng.unit())));
             out
@@ -70,7 +74,13 @@ pub fn lay(m: &Matrix) -> Laid {
         Codec::Bf16 => {
             for r in 0..rows {
                 for c in (0..wide).step_by(2) {
-                    let at = |c: usize| if c < cols { u32::from(u16::from_le_bytes(m.payload()[2 * (r * cols + c)..][..2].try_into().unwrap())) } else { 0 };
+                    let at = |c: usize| {
+                        if c < cols {
+                            u32::from(u16::from_le_bytes(m.payload()[2 * (r * cols + c)..][..2].try_into().unwrap()))
+                        } else {
+                            0
+                        }
+                    };
                     codes.push(at(c) | at(c + 1) << 16);
                 }
             }
