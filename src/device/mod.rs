@@ -18,6 +18,7 @@
 //! tests and, with the feature `gpu`, wgpu. None of them knows of an actor.
 
 pub(crate) mod board;
+pub mod host;
 #[cfg(feature = "gpu")]
 pub mod kernels;
 pub(crate) mod machine;
