@@ -51,8 +51,9 @@ impl Ladder {
     #[must_use]
     pub fn is_finite([a, b, c, d]: [u8; 4]) -> bool {
         let (lo, step) = (f16::from_le_bytes([a, b]).to_f32(), f16::from_le_bytes([c, d]).to_f32());
-        let top = lo.max(lo + (RUNGS - 1) as f32 * step);
-        // An octave below the largest float rounding does not matter, and no power need be taken.
+        let top = lo.max(lo + (RUNGS - 1) as f32 * step).max(step);
+        // Where top rung and ratio stay an octave below the largest float, rounding does not matter and no power need
+        // be taken.
         let low = || top < 126.0 || Self::read([a, b, c, d]).rungs.iter().all(|rung| rung.is_finite());
         lo.is_finite() && step.is_finite() && low()
     }
