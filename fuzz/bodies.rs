@@ -5,6 +5,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use riparian::audio::read::read_bytes;
 use riparian::model::config::{TextConfig, parse_json};
 use riparian::model::container::Container;
 use riparian::model::convert::{ConvertOptions, Quant, convert};
@@ -20,6 +21,13 @@ pub(crate) fn container(data: &[u8]) {
     let _ = Summary::of(&container);
     container.tensors().iter().for_each(|tensor| drop(tensor.to_f32()));
     let _ = from_container(container);
+}
+
+/// A recording: what can be read of it is numbers.
+pub(crate) fn audio(data: &[u8]) {
+    if let Ok(audio) = read_bytes(data.to_vec(), "input") {
+        assert!(!audio.samples.is_empty() && audio.samples.iter().all(|sample| sample.is_finite()));
+    }
 }
 
 /// Codec, rows, columns, then a payload: decoded, and what is finite of it encoded again by every codec.

@@ -44,6 +44,11 @@ fn container() {
 }
 
 #[test]
+fn audio() {
+    replay("audio", bodies::audio, 60);
+}
+
+#[test]
 fn codec() {
     replay("codec", bodies::codec, 300);
 }
