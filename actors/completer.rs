@@ -185,7 +185,7 @@ impl Completer {
                 let uploads: Vec<_> = split(&rows, uploads_max, costs).into_iter().map(|i| wanted[i].0).collect();
                 let computed = wanted.len() - uploads.len();
                 let _span = debug_span!(
-                    target: "riparian::completer", parent: &self.span, "complete",
+                    target: "riparian::completer", parent: &self.span, "complete", flow_step = missed.stop.flow(),
                     flight = %missed.stop.flight, layer = %missed.layer, experts = computed,
                     uploads = uploads.len(), rows = missed.rows.len()
                 )

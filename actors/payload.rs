@@ -140,6 +140,8 @@ pub struct SessionStats {
     pub misses: usize,
     /// Missing experts computed by the host.
     pub completed: usize,
+    /// Experts admitted while it was open, whichever session they were for.
+    pub admitted: usize,
     /// Drafts verified.
     pub drafts_offered: usize,
     /// Drafts that stood.

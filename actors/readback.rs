@@ -328,7 +328,10 @@ impl Readback {
             if own && news {
                 self.sent[stop.slot.index()] = Some(stop);
                 let experts = missed.by_expert().into_iter().map(|(expert, _)| expert).collect();
-                debug!(target: "riparian::readback", %flight, layer = %missed.layer, rows = missed.rows.len(), "missed");
+                debug!(
+                    target: "riparian::readback", flow_start = stop.flow(), %flight, layer = %missed.layer,
+                    rows = missed.rows.len(), "missed"
+                );
                 self.completer.complete(missed.clone());
                 self.tell(Fact::Missed { stop, experts });
             }

@@ -270,6 +270,8 @@ struct Flight {
     to: Point,
     work: Work,
     queued: Duration,
+    /// Never entered: open from here until the landing was handled.
+    _span: Span,
 }
 
 impl Flight {
@@ -983,6 +985,7 @@ impl Submitter {
         }
         let staging = UploadStaging(staging);
         self.counters.admitted += 1;
+        self.sessions.values_mut().filter(|s| s.is_open()).for_each(|s| s.stats.admitted += 1);
         self.counters.bytes_uploaded += admit.payload.bytes.len() as u64;
         let (layer, place) = (admit.payload.layer, admit.place);
         debug!(target: "riparian::submitter", %layer, %place, expert = %admit.payload.expert, "admitted");
@@ -1256,6 +1259,10 @@ impl Submitter {
         self.counters.flights += 1;
         let queued = self.clock.now();
         let overtaken = false;
+        let span = debug_span!(
+            target: "riparian::submitter", "flight", flight = flight.0, session = id.0, kind = kind_of(&work),
+            batches = to.batch - from.batch, batch = from.batch
+        );
         self.flights.push(Flight {
             id: flight,
             session: id,
@@ -1266,6 +1273,7 @@ impl Submitter {
             to,
             work: work.clone(),
             queued,
+            _span: span,
         });
         check!(Flights, self.live() <= LIVE_MAX, "{} live flights", self.live());
         check!(Flights, self.flights.len() <= UNLANDED_MAX, "{} unlanded flights", self.flights.len());
@@ -1345,6 +1353,7 @@ impl Submitter {
             let _span = debug_span!(target: "riparian::submitter", "rollback", flight = %stamp.flight).entered();
             return items.push(Item::Rollback { stop, turn });
         };
+        trace!(target: "riparian::submitter", flow_end = stop.flow(), flight = stamp.flight.0, "resume");
         items.push(Item::Resume { stop, turn, made });
         let layer = stop.point.layer;
         let mut fills = Vec::new();

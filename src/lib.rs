@@ -12,6 +12,9 @@ pub mod model;
 pub mod plan;
 pub mod policy;
 pub mod reference;
+pub mod runtime;
 pub mod text;
 #[cfg(feature = "cli")]
 pub mod trace;
+
+pub use runtime::{Error, Runtime};

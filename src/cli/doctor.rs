@@ -34,6 +34,7 @@ impl Doctor {
             "cpu": cpu(),
             "memory": memory(),
             "gpu_support": cfg!(feature = "gpu"),
+            "adapters": adapters(),
             "knobs": knob_table(&knobs),
         });
         let text = if self.json { format!("{report:#}\n") } else { page(&report) };
@@ -84,6 +85,25 @@ fn memory() -> Value {
     json!({ "total_bytes": bytes("MemTotal"), "available_bytes": bytes("MemAvailable") })
 }
 
+#[cfg(feature = "gpu")]
+fn adapters() -> Value {
+    let described = riparian::device::wgpu::describe::describe();
+    let row = |adapter: &riparian::device::wgpu::describe::Description| {
+        let limits: serde_json::Map<String, Value> =
+            adapter.limits.iter().map(|(name, limit)| ((*name).to_owned(), (*limit).into())).collect();
+        json!({
+            "id": adapter.id, "name": adapter.name, "kind": adapter.kind, "driver": adapter.driver,
+            "subgroup": adapter.subgroup, "features": adapter.features, "limits": limits,
+        })
+    };
+    described.iter().map(row).collect()
+}
+
+#[cfg(not(feature = "gpu"))]
+fn adapters() -> Value {
+    json!([])
+}
+
 fn knob_table(knobs: &Knobs) -> Value {
     let row = |(knob, value, origin): (&'static riparian::knobs::Knob, String, _)| {
         json!({
@@ -104,7 +124,7 @@ fn page(report: &Value) -> String {
     let features: Vec<String> = cpu["features"].as_array().into_iter().flatten().map(text).collect();
     let mut page = format!(
         "riparian {} on {}\n\nprocessor  {}, {} physical cores, {} threads\n           {}\n           kernels: {}\n\
-         memory     {}, {} available\n",
+         memory     {}, {} available\n\nadapters\n",
         text(&report["version"]),
         text(&report["system"]),
         text(&cpu["name"]),
@@ -115,6 +135,22 @@ fn page(report: &Value) -> String {
         gigabytes(&memory["total_bytes"]),
         gigabytes(&memory["available_bytes"]),
     );
+    let adapters = report["adapters"].as_array().map_or(&[][..], Vec::as_slice);
+    for adapter in adapters {
+        page += &format!("  {:<10} {}\n", text(&adapter["id"]), text(&adapter["name"]));
+        for (name, value) in adapter.as_object().into_iter().flatten() {
+            if !["id", "name"].contains(&name.as_str()) {
+                page += &format!("             {name}: {}\n", listed(value));
+            }
+        }
+    }
+    if adapters.is_empty() {
+        page += if report["gpu_support"] == true {
+            "  none: decoding runs on the processor\n"
+        } else {
+            "  this program was built without the gpu feature: decoding runs on the processor\n"
+        };
+    }
     page += "\nknobs\n";
     for knob in report["knobs"].as_array().into_iter().flatten() {
         page += &format!(
@@ -126,4 +162,16 @@ fn page(report: &Value) -> String {
         );
     }
     page
+}
+
+/// Lists and maps in one line.
+fn listed(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Array(items) => items.iter().map(listed).collect::<Vec<_>>().join(", "),
+        Value::Object(map) => {
+            map.iter().map(|(name, value)| format!("{name} {}", listed(value))).collect::<Vec<_>>().join(", ")
+        }
+        other => other.to_string(),
+    }
 }

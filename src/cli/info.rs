@@ -32,8 +32,8 @@ impl Info {
     pub(crate) fn run(self, global: &Global, terminal: &mut Terminal) -> Outcome {
         let knobs = global.knobs()?;
         let container = Container::open(&self.model, access(&knobs)).map_err(anyhow::Error::from)?;
-        let summary = Summary::of(&container)
-            .map_err(|error| anyhow::Error::from(error).context(self.model.display().to_string()))?;
+        let summary =
+            Summary::of(&container).map_err(|error| Failure::from(anyhow::Error::from(error)).about(&self.model))?;
         let text =
             if self.json { format!("{:#}\n", report(&self.model, &summary)) } else { page(&self.model, &summary) };
         terminal.put(&text).map_err(|error| Failure::from(anyhow::Error::from(error)))?;

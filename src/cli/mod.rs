@@ -6,11 +6,15 @@
 
 mod convert;
 mod doctor;
+mod generate;
 mod info;
 mod progress;
+mod stream;
 mod terminal;
+mod transcribe;
 mod verify;
 
+use std::future::Future;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -19,6 +23,7 @@ use anyhow::Context as _;
 use clap::{Args, Parser, Subcommand};
 use riparian::knobs::{KnobError, Knobs, Origin};
 use riparian::model::mmap::Access;
+use riparian::runtime::{LoadProgress, Runtime};
 use riparian::trace;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
@@ -32,6 +37,8 @@ const SUCCESS: u8 = 0;
 const FAILURE: u8 = 1;
 /// The command could not be understood.
 const USAGE: u8 = 2;
+/// Ended by Ctrl-C, as shells report it: 128 + SIGINT.
+const INTERRUPTED: u8 = 130;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -54,6 +61,10 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Recordings in, their transcripts out while they are being made
+    Transcribe(transcribe::Transcribe),
+    /// Text from a prompt, from token ids or from raw embedding rows
+    Generate(generate::Generate),
     /// A published checkpoint into a model file
     Convert(convert::Convert),
     /// What a model file holds and what a device would need for it
@@ -142,6 +153,15 @@ impl Failure {
     }
 }
 
+impl Failure {
+    /// Names the file it is about, unless the error does already.
+    fn about(self, path: &Path) -> Self {
+        let name = path.display().to_string();
+        let named = self.error.to_string().contains(&name);
+        if named { self } else { Self { error: self.error.context(name), ..self } }
+    }
+}
+
 impl From<KnobError> for Failure {
     fn from(error: KnobError) -> Self {
         Self { code: USAGE, error: error.into() }
@@ -151,6 +171,14 @@ impl From<KnobError> for Failure {
 impl From<anyhow::Error> for Failure {
     fn from(error: anyhow::Error) -> Self {
         Self { code: FAILURE, error }
+    }
+}
+
+impl From<riparian::Error> for Failure {
+    fn from(error: riparian::Error) -> Self {
+        // A knob that only the runtime can judge (an adapter's name) is as much a misuse as one that does not parse.
+        let code = if matches!(error, riparian::Error::Knob(_)) { USAGE } else { FAILURE };
+        Self { code, error: error.into() }
     }
 }
 
@@ -164,6 +192,8 @@ pub(crate) fn run() -> ExitCode {
     let traced = global.trace.as_deref();
     let outcome = watch(traced).map_err(Failure::from).and_then(|guard| {
         let outcome = match command {
+            Command::Transcribe(command) => command.run(&global, &mut terminal),
+            Command::Generate(command) => command.run(&global, &mut terminal),
             Command::Convert(command) => command.run(&global, &mut terminal),
             Command::Info(command) => command.run(&global, &mut terminal),
             Command::Verify(command) => command.run(&global, &mut terminal),
@@ -204,6 +234,12 @@ fn watch(trace: Option<&Path>) -> anyhow::Result<Option<trace::TraceGuard>> {
     }
 }
 
+/// Runs a command's asynchronous part on this thread.
+fn block_on<T>(future: impl Future<Output = T>) -> anyhow::Result<T> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    Ok(runtime.block_on(future))
+}
+
 /// Threads for work that is no decoding.
 fn pool(knobs: &Knobs) -> anyhow::Result<rayon::ThreadPool> {
     let threads = knobs.threads.map_or_else(riparian::host::physical_cores, |threads| threads as usize);
@@ -215,9 +251,31 @@ fn access(knobs: &Knobs) -> Access {
     if knobs.mmap { Access::Mapped } else { Access::Memory }
 }
 
+/// Opens a model and starts its actors, drawing how far it is.
+async fn load(path: &Path, knobs: Knobs, terminal: &Terminal) -> Result<Runtime, Failure> {
+    let bar = progress::bytes(terminal, "load");
+    let drawn = bar.clone();
+    let progress = move |seen: LoadProgress| {
+        drawn.set_length(seen.total_bytes);
+        drawn.set_position(seen.done_bytes);
+    };
+    let built = Runtime::builder(path).knobs(knobs).on_progress(progress).build().await;
+    bar.finish_and_clear();
+    built.map_err(|error| Failure::from(error).about(path))
+}
+
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     let kinds = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
     kinds.map(io::Error::kind).any(|kind| kind == io::ErrorKind::BrokenPipe)
+}
+
+/// The bundled files, where the program finds them: beside the current
+/// directory, beside the program, or in the source tree it was built from.
+fn bundled(path: &str) -> anyhow::Result<PathBuf> {
+    let beside = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.to_path_buf()));
+    let roots = [Some(PathBuf::new()), beside, Some(env!("CARGO_MANIFEST_DIR").into())];
+    let found = roots.into_iter().flatten().map(|root| root.join("assets").join(path)).find(|path| path.exists());
+    found.with_context(|| format!("the bundled assets/{path} is not here: name a model and a recording"))
 }
 
 #[cfg(test)]

@@ -15,6 +15,11 @@ pub(crate) fn bytes(terminal: &Terminal, what: &str) -> ProgressBar {
     begin(terminal, what, style)
 }
 
+/// Seconds of a recording, with speed as a multiple of real time and remaining time.
+pub(crate) fn seconds(terminal: &Terminal, what: &str) -> ProgressBar {
+    begin(terminal, what, "{msg:12} {wide_bar:.cyan/blue} {pos:>6} of {len:6} s {per_sec:>12} {eta:>4}")
+}
+
 fn begin(terminal: &Terminal, what: &str, template: &str) -> ProgressBar {
     let style = ProgressStyle::with_template(template).expect("a template written here").progress_chars("━╸─");
     let bar = ProgressBar::new(0).with_style(style).with_message(what.to_owned());

@@ -65,7 +65,7 @@ impl Verify {
                 put(json!({ "file": file, "failed": failed }).to_string())?;
                 Ok(FAILURE)
             }
-            Err(error) => Err(anyhow::Error::from(error).context(file.into_owned()).into()),
+            Err(error) => Err(Failure::from(anyhow::Error::from(error)).about(&self.model)),
         }
     }
 }

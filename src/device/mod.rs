@@ -253,6 +253,14 @@ pub struct Stop {
     pub point: Point,
 }
 
+impl Stop {
+    /// A number for it in traces, which draw an arrow from the miss over its completion to the cure.
+    #[must_use]
+    pub fn flow(&self) -> u64 {
+        u64::from(self.slot.0) << 32 | u64::from(self.turn.0)
+    }
+}
+
 // ------------------------------------------------------------------ queue items
 
 /// A staging buffer for landings, peeks and reads, numbered below [`Facts::staging`].

@@ -37,7 +37,7 @@ pub fn list() -> Vec<(String, wgpu::AdapterInfo)> {
     adapters().into_iter().map(|(name, adapter)| (name, adapter.get_info())).collect()
 }
 
-fn adapters() -> Vec<(String, wgpu::Adapter)> {
+pub(super) fn adapters() -> Vec<(String, wgpu::Adapter)> {
     let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
     descriptor.flags = wgpu::InstanceFlags::empty();
     let instance = wgpu::Instance::new(descriptor);

@@ -11,6 +11,7 @@ pub mod adapter;
 pub mod contract;
 pub mod core;
 pub mod decode;
+pub mod describe;
 pub mod landing;
 pub mod layout;
 pub mod pipelines;

@@ -1,0 +1,298 @@
+//! From a path and knobs to a runtime: open, choose a device, load, start the actors.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+use tracing::{info, warn};
+
+use super::{Error, Hearing, LoadProgress, Runtime, Shared, Threads};
+use crate::actors::clock::Clock;
+use crate::actors::payload::SessionError;
+use crate::actors::submitter::Fallback;
+use crate::actors::{Graph, GraphOptions, Setup, encoder, loader};
+use crate::audio::perception::Perception;
+use crate::device::host::{HostCompanion, HostDevice, HostOptions};
+use crate::device::{Companion, Device, DeviceError};
+use crate::host::{Decoder, DraftConventions, Pool, physical_cores};
+use crate::knobs::{DeviceChoice, Knobs, Prefill};
+use crate::model::Model;
+use crate::model::mmap::Access;
+use crate::model::weights::{Mixer, MoeWeights};
+use crate::plan::residency::{Bank, LayerFacts, Residency};
+use crate::text::prompt::Prompter;
+use crate::text::tokenizer::Tokenizer;
+
+/// Builds a [`Runtime`]; see [`Runtime::builder`].
+#[must_use]
+pub struct Builder {
+    path: PathBuf,
+    knobs: Knobs,
+    on_progress: loader::OnProgress,
+}
+
+impl Builder {
+    pub(super) fn new(path: PathBuf) -> Self {
+        Self { path, knobs: Knobs::default(), on_progress: Box::new(|_| {}) }
+    }
+
+    /// The knobs; their defaults otherwise, whatever the environment says.
+    pub fn knobs(mut self, knobs: Knobs) -> Self {
+        self.knobs = knobs;
+        self
+    }
+
+    /// Who wants to know how far the load is. Called from threads of the runtime.
+    pub fn on_progress(mut self, progress: impl FnMut(LoadProgress) + Send + 'static) -> Self {
+        self.on_progress = Box::new(progress);
+        self
+    }
+
+    /// Opens the model, loads what the device needs and starts the actors.
+    ///
+    /// # Errors
+    ///
+    /// A model that is refused, a device that was named and cannot be had, or
+    /// a system that refuses threads. Without a named device, an adapter that
+    /// does not fit leads to the host, and a log line says why.
+    pub async fn build(self) -> Result<Runtime, Error> {
+        let Self { path, knobs, on_progress } = self;
+        let (loader, loader_thread) = loader::spawn().map_err(|e| Error::thread("loader", &e))?;
+        // From here on everything started is stopped again if something fails.
+        let mut threads = Threads { running: None, loader: loader.clone(), encoder: None, rest: vec![loader_thread] };
+        let access = if knobs.mmap { Access::Mapped } else { Access::Memory };
+        let model = loader.open(path, access).await.ok_or(GONE)??;
+
+        let (opened, options) = (Arc::clone(&model), knobs.clone());
+        let parts = offload("start", move || Parts::make(&opened, &options, on_progress)).await??;
+        let Parts { device, companion, fallback, warm, prompter, perception, aligner } = parts;
+        if let Some((residency, on_progress)) = warm {
+            loader.warm(residency, on_progress).await.ok_or(GONE)?;
+        }
+
+        let facts = device.facts().clone();
+        info!(device = facts.name, positions = facts.kv_positions, full = facts.is_full(), "ready");
+        let graph = Graph::assemble(Setup {
+            device,
+            companion: Arc::clone(&companion),
+            fallback,
+            fetches: Some(loader.fetches()),
+            drafter: None,
+            options: GraphOptions::from(&knobs),
+            clock: Clock::machine(),
+        });
+        let running = graph.start().map_err(|e| Error::thread("graph", &e))?;
+        let sessions = running.handle().clone();
+        threads.running = Some(running);
+        let hearing = match perception {
+            None => None,
+            Some(perception) => {
+                let started = encoder::spawn(Arc::clone(&perception), threads_of(&knobs));
+                let (encoder, thread) = started.map_err(|e| Error::thread("audio encoder", &e))?;
+                threads.encoder = Some(encoder.clone());
+                threads.rest.push(thread);
+                Some(Hearing { perception, encoder, aligner })
+            }
+        };
+        let threads = Mutex::new(Some(threads));
+        Ok(Runtime { shared: Arc::new(Shared { model, facts, sessions, companion, prompter, hearing, threads }) })
+    }
+}
+
+const GONE: SessionError = SessionError::Gone { actor: "loader" };
+
+fn threads_of(knobs: &Knobs) -> usize {
+    knobs.threads.map_or_else(physical_cores, |threads| threads as usize)
+}
+
+/// Runs `work` on a thread of its own: opening devices and converting towers takes too long for an executor.
+async fn offload<T: Send + 'static>(name: &'static str, work: impl FnOnce() -> T + Send + 'static) -> Result<T, Error> {
+    let (reply, answer) = oneshot::channel();
+    let body = move || drop(reply.send(work()));
+    std::thread::Builder::new().name(name.into()).spawn(body).map_err(|e| Error::thread(name, &e))?;
+    answer.await.map_err(|_| SessionError::Gone { actor: name }.into())
+}
+
+/// What a runtime is put together from, once the model is open.
+struct Parts {
+    device: Box<dyn Device>,
+    companion: Arc<dyn Companion>,
+    fallback: Option<Fallback>,
+    /// What to page in, and who wants to know how far that is, where the host decodes.
+    warm: Option<(Residency, loader::OnProgress)>,
+    prompter: Option<Prompter>,
+    perception: Option<Arc<Perception>>,
+    aligner: Option<Tokenizer>,
+}
+
+impl Parts {
+    fn make(model: &Arc<Model>, knobs: &Knobs, mut on_progress: loader::OnProgress) -> Result<Self, Error> {
+        let tokenizer = model.tokenizer().map(Tokenizer::from_bytes).transpose()?;
+        let prompter = tokenizer.map(|tokenizer| Prompter::new(tokenizer, &model.provenance));
+        let aligner = model.alignment_tokenizer().map(|text| Tokenizer::from_bytes(text.as_bytes())).transpose()?;
+        let perception = Perception::open(model)?.map(Arc::new);
+        let (host, residency) = (Host::new(model, knobs), residency(model, knobs));
+        let (device, fallback, warm) = match gpu(model, knobs, &residency, &mut on_progress)? {
+            Some(gpu) => (gpu, Some(host.fallback()), None),
+            None => {
+                warn_of_unheeded(knobs);
+                (host.open(&residency)?, None, Some((residency, on_progress)))
+            }
+        };
+        Ok(Self { device, companion: host.companion(), fallback, warm, prompter, perception, aligner })
+    }
+}
+
+/// The host, as the device or beside one.
+struct Host {
+    decoder: Arc<Decoder>,
+    options: HostOptions,
+}
+
+impl Host {
+    fn new(model: &Arc<Model>, knobs: &Knobs) -> Self {
+        let conventions =
+            DraftConventions { pre_norm: knobs.mtp_pre, layer_norm: knobs.mtp_ln, hidden_first: knobs.mtp_hfirst };
+        let decoder = Decoder::new(Arc::clone(model), knobs.act, Pool::new(threads_of(knobs)));
+        let decoder = Arc::new(decoder.with_draft_conventions(conventions));
+        let defaults = HostOptions::for_decoder(&decoder);
+        let options = HostOptions {
+            kv_positions: knobs.ctx.map_or(defaults.kv_positions, |ctx| ctx as usize),
+            drafts: defaults.drafts && knobs.mtp,
+            ..defaults
+        };
+        Self { decoder, options }
+    }
+
+    /// The device, its banks as full as the plan says.
+    fn open(&self, residency: &Residency) -> Result<Box<dyn Device>, DeviceError> {
+        let places = |bank: &Bank| bank.residents.iter().copied().map(Some).collect();
+        let residents = residency.banks.iter().map(places).collect();
+        let options = HostOptions { residents, ..self.options.clone() };
+        Ok(Box::new(HostDevice::new(Arc::clone(&self.decoder), options)?))
+    }
+
+    fn companion(&self) -> Arc<dyn Companion> {
+        Arc::new(HostCompanion::new(Arc::clone(&self.decoder)))
+    }
+
+    /// The host with all experts, for sessions whose device was lost.
+    fn fallback(&self) -> Fallback {
+        let (decoder, options) = (Arc::clone(&self.decoder), self.options.clone());
+        Box::new(move || Ok(Box::new(HostDevice::new(decoder, options)?)))
+    }
+}
+
+/// Who is resident in the banks of the decoder. The draft layer's bank is always full.
+fn residency(model: &Model, knobs: &Knobs) -> Residency {
+    let decoder = model.decoder.blocks.iter().filter_map(|block| match &block.mixer {
+        Mixer::Moe(moe) => Some(&**moe),
+        _ => None,
+    });
+    let layers: Vec<LayerFacts<'_>> = (decoder.enumerate())
+        .map(|(layer, moe)| LayerFacts {
+            experts: moe.experts.len(),
+            top_k: model.geometry.moe.map_or(0, |moe| moe.top_k),
+            expert_bytes: expert_bytes(moe),
+            hot: model.expert_hot.get(layer).map_or(&[], Vec::as_slice),
+        })
+        .collect();
+    let budget_bytes = knobs.expert_gb.map(|gb| (gb * 1e9).round() as u64);
+    Residency::new(&layers, budget_bytes)
+}
+
+/// Bytes of the largest expert of a layer.
+fn expert_bytes(moe: &MoeWeights) -> u64 {
+    let bytes = moe.experts.iter().map(|expert| expert.up.payload().len() + expert.down.payload().len());
+    bytes.max().unwrap_or(0) as u64
+}
+
+/// Knobs that only a GPU heeds: on the host they would silently do nothing.
+fn warn_of_unheeded(knobs: &Knobs) {
+    let given = [
+        ("CMF_NEMO_TS", knobs.ts),
+        ("CMF_NEMO_SKIP", !knobs.skip.is_empty()),
+        ("CMF_NEMO_BANK_REP", knobs.bank_rep.is_some()),
+    ];
+    for (name, _) in given.into_iter().filter(|(_, given)| *given) {
+        warn!(name, "the host decodes, where this knob has no effect");
+    }
+}
+
+/// The adapter the knobs ask for, loaded; `None` where the host is to decode.
+///
+/// An adapter that was named has to do; the best one there is may be refused, which is logged.
+#[cfg(feature = "gpu")]
+fn gpu(
+    model: &Arc<Model>,
+    knobs: &Knobs,
+    residency: &Residency,
+    on_progress: &mut loader::OnProgress,
+) -> Result<Option<Box<dyn Device>>, DeviceError> {
+    if !knobs.frame || knobs.device == DeviceChoice::Cpu {
+        return Ok(None);
+    }
+    match open_gpu(model, knobs, residency, on_progress) {
+        Ok(device) => Ok(Some(device)),
+        Err(why) if knobs.device == DeviceChoice::Auto => {
+            info!(%why, "the host decodes");
+            Ok(None)
+        }
+        Err(why) => Err(why),
+    }
+}
+
+/// Sessions on an adapter at a time.
+#[cfg(feature = "gpu")]
+const GPU_SLOTS: usize = 2;
+
+/// Rows of a prefill pass on an adapter.
+#[cfg(feature = "gpu")]
+const GPU_PASS_ROWS: usize = 64;
+
+#[cfg(feature = "gpu")]
+fn open_gpu(
+    model: &Arc<Model>,
+    knobs: &Knobs,
+    residency: &Residency,
+    on_progress: &mut loader::OnProgress,
+) -> Result<Box<dyn Device>, DeviceError> {
+    use crate::device::wgpu::{Gpu, Setup, find};
+    let unfit = |why: &str| Err(DeviceError::Unfit { why: why.into() });
+    let found = find(&knobs.device)?;
+    if !residency.is_full() {
+        return unfit("its banks hold all experts, and CMF_NEMO_EXPERT_GB asks for fewer");
+    }
+    if knobs.prefill == Prefill::Host {
+        return unfit("it prefills by itself, and CMF_NEMO_PREFILL asks for the host");
+    }
+    let context = found.open(None, knobs.coop)?;
+    let positions = knobs.ctx.map_or(model.geometry.max_positions.min(65_536), |ctx| ctx as usize);
+    let setup = Setup {
+        activations: knobs.act,
+        positions,
+        slots: GPU_SLOTS,
+        pass_rows: GPU_PASS_ROWS,
+        window_bytes: u64::from(knobs.staging_mb) * 1_000_000,
+        keep_logits: false,
+    };
+    let mut progress = |done_bytes, total_bytes| on_progress(LoadProgress { done_bytes, total_bytes });
+    Ok(Box::new(Gpu::open(context, &model.geometry, &model.decoder, &setup, &mut progress)?))
+}
+
+/// Without the `gpu` feature there is the host alone.
+#[cfg(not(feature = "gpu"))]
+fn gpu(
+    _model: &Arc<Model>,
+    knobs: &Knobs,
+    _residency: &Residency,
+    _on_progress: &mut loader::OnProgress,
+) -> Result<Option<Box<dyn Device>>, DeviceError> {
+    match &knobs.device {
+        DeviceChoice::Adapter(name) if knobs.frame => {
+            Err(DeviceError::Unfit { why: format!("no adapter {name:?}: built without the gpu feature") })
+        }
+        _ => Ok(None),
+    }
+}

@@ -1,0 +1,11 @@
+//! The program as a user meets it: arguments in, stdout, stderr and exit code out.
+//!
+//! `golden` holds the transcripts of the tiny model against its reference,
+//! `input` what happens with recordings and files that are not as they should
+//! be, `commands` every command once, `usage` what is refused and how.
+
+mod commands;
+mod golden;
+mod input;
+mod support;
+mod usage;
