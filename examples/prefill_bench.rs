@@ -227,7 +227,14 @@ fn matrices(b: &mut Bench) {
                 let (acts, scale) = (b.gpu.empty(words), b.gpu.empty(n * cols / 32));
                 let pipeline = b.encode(form, cols, 6);
                 let buffers = [&flight, &control, &eparams, &w, &x, &listed, &acts, &scale];
-                b.time(&format!("  {name} {form}"), &pipeline, &buffers, [n as u32, 1, 1], 0.0, count);
+                b.time(
+                    &format!("  {name} {form}"),
+                    &pipeline,
+                    &buffers,
+                    [1, rows as u32, (n / rows) as u32],
+                    0.0,
+                    count,
+                );
                 (acts, scale)
             };
             if tile == 64 {
@@ -350,7 +357,7 @@ fn mamba(b: &mut Bench) {
     b.time("ssd steps", &k, &[&flight, &control, &p1, &vectors, &proj, &steps], [1, chunks as u32, 1], 0.0, 23);
     let k = kernel(b, "prefill_ssd_states");
     let flop = 2.0 * rows as f64 * cells as f64;
-    b.time("ssd states", &k, &[&flight, &control, &xbc, &steps, &states], [2, heads as u32, chunks as u32], flop, 23);
+    b.time("ssd states", &k, &[&flight, &control, &xbc, &steps, &states], [2, chunks as u32, heads as u32], flop, 23);
     let k = kernel(b, "prefill_ssd_pass");
     b.time(
         "ssd pass",
@@ -437,7 +444,7 @@ fn mamba(b: &mut Bench) {
     let map = b.gpu.buffer(&(0..128).collect::<Vec<u32>>());
     let p4 = b.gpu.buffer(&[0, 0, 0, 1, 2.5f32.to_bits(), 0, 0, 0]);
     let routes = b.gpu.empty(rows * 24);
-    b.time("route", &k, &[&flight, &control, &p4, &vectors, &logits, &map, &routes], [rows as u32, 1, 1], 0.0, 23);
+    b.time("route", &k, &[&flight, &control, &p4, &vectors, &logits, &map, &routes], [1, rows as u32, 1], 0.0, 23);
     let k = b.gpu.pipeline(&["team_none", "guard", "guard_read", "prefill_sum"], &[("WG", 128.0), ("TOP_K", 6.0)]);
     let made = b.gpu.empty(rows * 6 * 2688);
     let p5 = b.gpu.buffer(&[2688, 2688, 0, 1]);
@@ -456,5 +463,5 @@ fn attention(b: &mut Bench) {
     let params = b.gpu.buffer(&[1152, 0, (1.0f32 / 128.0f32.sqrt()).to_bits(), 0]);
     let flop = 4.0 * rows as f64 * 4096.0 * (b.position as f64 + rows as f64 / 2.0);
     let (flight, control) = (b.flight.clone(), b.control.clone());
-    b.time("attention", &k, &[&flight, &control, &params, &q, &kv, &out], [rows.div_ceil(64) as u32, 32, 1], flop, 6);
+    b.time("attention", &k, &[&flight, &control, &params, &q, &kv, &out], [32, rows.div_ceil(64) as u32, 1], flop, 6);
 }

@@ -37,8 +37,8 @@ var<workgroup> fade: array<f32, 64>;
 
 @compute @workgroup_size(256)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) me: u32) {
-    let first = 64u * id.x;
-    let head = id.y;
+    let first = 64u * id.y;
+    let head = id.x;
     let part = id.z;
     if (!live() || first >= flight.rows) {
         return;

@@ -15,7 +15,9 @@ struct Params {
     map: u32,
     norm_topk: u32,
     scale: f32,
-    pad: vec3<u32>,
+    pad_a: u32,
+    pad_b: u32,
+    pad_c: u32,
 }
 
 @group(0) @binding(2) var<uniform> params: Params;
@@ -26,7 +28,7 @@ struct Params {
 
 @compute @workgroup_size(WG)
 fn main(ids: Ids) {
-    let row = ids.group.x;
+    let row = ids.group.y;
     if (!live() || row >= flight.rows) {
         return;
     }

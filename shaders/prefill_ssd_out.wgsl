@@ -11,7 +11,9 @@
 struct Params {
     // word in `vectors`
     d_skip: u32,
-    pad: vec3<u32>,
+    pad_a: u32,
+    pad_b: u32,
+    pad_c: u32,
 }
 
 @group(0) @binding(2) var<uniform> params: Params;
@@ -36,8 +38,8 @@ var<workgroup> step_of: array<vec4<f32>, 64>;
 @compute @workgroup_size(256)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) me: u32) {
     let p_first = id.x * 64u;
-    let head = id.y;
-    let first = id.z * CHUNK;
+    let head = id.z;
+    let first = id.y * CHUNK;
     if (!live() || first >= flight.rows) {
         return;
     }
@@ -125,7 +127,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) m
             c4 = xbc[(first + row_of) * channels + c_at + n];
         }
         if (n < N / 4u && p_first + row_of < P) {
-            s4 = states[((id.z * HEADS + head) * P + p_first + row_of) * (N / 4u) + n];
+            s4 = states[((id.y * HEADS + head) * P + p_first + row_of) * (N / 4u) + n];
         }
         for (var i = 0u; i < 4u; i++) {
             left[(4u * quarter + i) * 16u + row_of / 4u][row_of % 4u] = c4[i];

@@ -8,7 +8,9 @@
 struct Params {
     // floats from snapshot to snapshot
     snapshot: u32,
-    pad: vec3<u32>,
+    pad_a: u32,
+    pad_b: u32,
+    pad_c: u32,
 }
 
 @group(0) @binding(2) var<uniform> params: Params;

@@ -25,8 +25,8 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) m
     let blocks = (N + 63u) / 64u;
     let p_first = id.x / blocks * 64u;
     let n_first = id.x % blocks * 64u;
-    let head = id.y;
-    let first = id.z * CHUNK;
+    let head = id.z;
+    let first = id.y * CHUNK;
     if (!live() || first >= flight.rows) {
         return;
     }
@@ -69,7 +69,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) m
             let p = p_first + 4u * ty + i;
             let n = n_first + 4u * tx + j;
             if (p < P && n < N) {
-                states[((id.z * HEADS + head) * P + p) * N + n] = sum[i][j];
+                states[((id.y * HEADS + head) * P + p) * N + n] = sum[i][j];
             }
         }
     }

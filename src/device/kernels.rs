@@ -78,11 +78,44 @@ kernels! {
     HEAD "head" [Uniform Read Uniform Read Read Read Write Write] twins ["rms_norm" "matvec" "argmax"];
     /// Rows from the host.
     TAKE_ROWS "take_rows" [Uniform Read Uniform Read Write] twins [];
+    /// Rows of a pass as the products read them.
+    PREFILL_ENCODE "prefill_encode" [Uniform Read Uniform Read Read Read Write Write] twins ["rms_norm" "gated_group_norm" "fuse" "quantize_activations"];
+    /// Products of a pass in f32.
+    PREFILL_MATMAT_F32 "prefill_matmat_f32" [Uniform Read Uniform Read Read Read Read Read Write] twins ["matvec"];
+    /// Products of a pass in int8.
+    PREFILL_MATMAT_INT8 "prefill_matmat_int8" [Uniform Read Uniform Read Read Read Read Read Write] twins ["matvec"];
+    /// Products of a pass through matrix units.
+    PREFILL_MATMAT_COOP "prefill_matmat_coop" [Uniform Read Uniform Read Read Read Read Read Write] twins ["matvec"];
+    /// Experts of each row of a pass.
+    PREFILL_ROUTE "prefill_route" [Uniform Read Uniform Read Read Read Write] twins ["router"];
+    /// A pass's picks by expert.
+    PREFILL_SORT "prefill_sort" [Uniform Write Uniform Read Write] twins ["router"];
+    /// The closing sum of an MoE layer over a pass.
+    PREFILL_SUM "prefill_sum" [Uniform Read Uniform Read Read Read Write] twins ["moe_sum"];
+    /// The convolution over a pass.
+    PREFILL_CONV "prefill_conv" [Uniform Read Uniform Read Read Read Write] twins ["conv_step"];
+    /// What the next convolution needs of a pass.
+    PREFILL_RING "prefill_ring" [Uniform Read Read Write] twins ["conv_step"];
+    /// Step sizes of a pass's scan.
+    PREFILL_SSD_STEPS "prefill_ssd_steps" [Uniform Read Uniform Read Read Write] twins ["ssm_chunked"];
+    /// What each chunk adds to the scan's state.
+    PREFILL_SSD_STATES "prefill_ssd_states" [Uniform Read Read Read Write] twins ["ssm_chunked"];
+    /// The scan's state from chunk to chunk.
+    PREFILL_SSD_PASS "prefill_ssd_pass" [Uniform Read Uniform Read Write Write] twins ["ssm_chunked"];
+    /// The scan's outputs.
+    PREFILL_SSD_OUT "prefill_ssd_out" [Uniform Read Uniform Read Read Read Read Write] twins ["ssm_chunked"];
+    /// Attention of a pass.
+    PREFILL_ATTENTION "prefill_attention" [Uniform Read Uniform Read Read Write] twins ["attention"];
+    /// The last row of a pass alone.
+    PREFILL_LAST "prefill_last" [Uniform Read Read Write] twins [];
     /// The step's id and its embedding.
     PICK_EMBED "pick_embed" [Uniform Write Uniform Read Read Read Write Write] twins ["argmax" "embed"];
 }
 
 commons! {
+    "columns_bf16" "columns_f32" "columns_q4" "columns_q8" "coop_head" "encode_f32" "encode_fuse_params"
+    "encode_gate_params" "encode_half" "encode_int8" "encode_rows_params" "group32" "half_q4" "half_q8" "matmat"
+    "pass_experts" "pass_rows" "rows_of_fuse" "rows_of_gate" "rows_of_norm" "wide_reduce"
     "cells" "choose" "embed_bf16" "embed_f32" "embed_q8" "exact_bf16" "exact_f32" "guard" "guard_read" "guard_write"
     "halt_missing" "halt_never"     "in_f32" "in_linear" "in_nibble" "none" "norm" "out_f32" "out_linear" "out_nibble" "own_miss" "products" "q4_f32"
     "q4_int8" "q4_side" "q8_f32" "q8_int8" "quantize" "routes" "rows_1" "rows_2" "rows_4" "sixteen"
@@ -402,7 +435,7 @@ mod tests {
 
     fn variants() -> Vec<Variant> {
         let mut all: Vec<Variant> = Vec::new();
-        for kernel in KERNELS {
+        for kernel in KERNELS.iter().filter(|kernel| !kernel.is_pass()) {
             for choice in choices() {
                 if kernel.name == "pick_embed" && choice.format == Format::Q4 {
                     continue;
@@ -413,6 +446,7 @@ mod tests {
                 }
             }
         }
+        all.extend(super::super::pass::variants());
         all
     }
 

@@ -24,6 +24,8 @@ pub mod kernels;
 pub(crate) mod machine;
 #[cfg(feature = "gpu")]
 pub mod params;
+#[cfg(feature = "gpu")]
+pub mod pass;
 pub mod scripted;
 #[cfg(feature = "gpu")]
 mod trusted;

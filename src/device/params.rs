@@ -365,10 +365,203 @@ params! {
     }
 }
 
+params! {
+    /// `encode_rows_params.wgsl`
+    EncodeRows: "prefill_encode" "Params" {
+        /// vec4 or [`NONE`].
+        norm: u32,
+        /// vec4, inside the place where experts are, or [`NONE`].
+        field: u32,
+        /// vec4s of a place.
+        place: u32,
+        /// vec4s from row to row of the source.
+        stride: u32,
+        /// vec4 where its columns begin.
+        offset: u32,
+        /// Columns that count.
+        width: u32,
+        /// Of the norm.
+        eps: f32,
+        /// MoE layer whose own miss does not halt it, or [`NONE`].
+        layer: u32,
+        /// 0 the pass's rows; 1 sorted by expert, from the rows that picked it; 2 sorted already.
+        listed: u32,
+        /// Word where sorted rows begin.
+        order: u32,
+        /// Unused.
+        pad: [u32; 2],
+    }
+}
+
+params! {
+    /// `encode_gate_params.wgsl`
+    EncodeGate: "prefill_encode" "Params" {
+        /// vec4.
+        norm: u32,
+        /// vec4 or [`NONE`].
+        field: u32,
+        /// Floats from row to row of the gate.
+        gate_stride: u32,
+        /// Channels.
+        width: u32,
+        /// Of the norm.
+        eps: f32,
+        /// MoE layer, or [`NONE`].
+        layer: u32,
+        /// Unused.
+        pad: [u32; 2],
+    }
+}
+
+params! {
+    /// `matmat.wgsl`
+    Matmat: "prefill_matmat_f32" "Params" {
+        /// Rows of the matrix.
+        rows: u32,
+        /// vec4.
+        base: u32,
+        /// Word.
+        side: u32,
+        /// vec4s of a place.
+        place: u32,
+        /// Floats from row to row of the output.
+        stride: u32,
+        /// The first float of a row.
+        offset: u32,
+        /// Where a value goes: 0 its row, 1 added to it, 2 the row's position, 3 the one before, 4 its pick.
+        to: u32,
+        /// 1: relu² on the way out.
+        relu2: u32,
+        /// MoE layer whose own miss does not halt it, or [`NONE`].
+        layer: u32,
+        /// Word where sorted rows begin.
+        order: u32,
+        /// Unused.
+        pad: [u32; 2],
+    }
+}
+
+params! {
+    /// `prefill_route.wgsl`
+    PassRoute: "prefill_route" "Params" {
+        /// Where logits begin.
+        logits: u32,
+        /// Word.
+        bias: u32,
+        /// Where the layer begins in the map.
+        map: u32,
+        /// 1: weights are normalised.
+        norm_topk: u32,
+        /// Factor on the weights.
+        scale: f32,
+        /// Unused.
+        pad_a: u32,
+        /// Unused.
+        pad_b: u32,
+        /// Unused.
+        pad_c: u32,
+    }
+}
+
+params! {
+    /// `prefill_sort.wgsl`
+    PassSort: "prefill_sort" "Params" {
+        /// MoE layer.
+        layer: u32,
+        /// Word where sorted rows begin.
+        order: u32,
+        /// Unused.
+        pad: [u32; 2],
+    }
+}
+
+params! {
+    /// `prefill_sum.wgsl`
+    PassSum: "prefill_sum" "Params" {
+        /// Floats from row to row.
+        stride: u32,
+        /// Floats that count.
+        width: u32,
+        /// 1: nothing is added to the routed sum.
+        alone: u32,
+        /// 0: every weight is one.
+        weighted: u32,
+    }
+}
+
+params! {
+    /// `prefill_conv.wgsl`
+    PassConv: "prefill_conv" "Params" {
+        /// Word of the taps.
+        conv: u32,
+        /// Word.
+        conv_bias: u32,
+        /// Unused.
+        pad: [u32; 2],
+    }
+}
+
+params! {
+    /// `prefill_ssd_steps.wgsl`
+    SsdSteps: "prefill_ssd_steps" "Params" {
+        /// Word.
+        a_log: u32,
+        /// Word.
+        dt_bias: u32,
+        /// Lower limit of the step size.
+        dt_min: f32,
+        /// Upper limit of the step size.
+        dt_max: f32,
+    }
+}
+
+params! {
+    /// `prefill_ssd_pass.wgsl`
+    SsdPass: "prefill_ssd_pass" "Params" {
+        /// Floats from snapshot to snapshot; 0 where there is one.
+        snapshot: u32,
+        /// Unused.
+        pad_a: u32,
+        /// Unused.
+        pad_b: u32,
+        /// Unused.
+        pad_c: u32,
+    }
+}
+
+params! {
+    /// `prefill_ssd_out.wgsl`
+    SsdOut: "prefill_ssd_out" "Params" {
+        /// Word.
+        d_skip: u32,
+        /// Unused.
+        pad_a: u32,
+        /// Unused.
+        pad_b: u32,
+        /// Unused.
+        pad_c: u32,
+    }
+}
+
+params! {
+    /// `prefill_attention.wgsl`
+    PassAttention: "prefill_attention" "Params" {
+        /// vec4s from row to row of q.
+        stride: u32,
+        /// vec4 where q begins in its row.
+        offset: u32,
+        /// `1 / sqrt(head_dim)`
+        scale: f32,
+        /// Unused.
+        pad: u32,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::device::kernels::{Choice, Encoding, Format, KERNELS, Team};
+    use crate::device::pass::{Form, PassChoice, Source};
 
     fn compare<P: Params>() {
         let kernel = KERNELS.iter().find(|k| k.name == P::KERNEL).expect("a kernel");
@@ -382,7 +575,11 @@ mod tests {
             group_norm: true,
             full: false,
         };
-        let module = naga::front::wgsl::parse_str(&kernel.variant(&choice).source()).expect("parses");
+        compare_text::<P>(&kernel.variant(&choice).source());
+    }
+
+    fn compare_text<P: Params>(text: &str) {
+        let module = naga::front::wgsl::parse_str(text).expect("parses");
         let (_, ty) = module
             .types
             .iter()
@@ -392,6 +589,27 @@ mod tests {
         let seen: Vec<_> = members.iter().map(|m| (m.name.as_deref().expect("a name"), m.offset as usize)).collect();
         assert_eq!(seen, P::FIELDS, "{} {}", P::KERNEL, P::STRUCT);
         assert_eq!(*span as usize, size_of::<P>(), "{} {}", P::KERNEL, P::STRUCT);
+    }
+
+    fn compare_pass<P: Params>(source: Source) {
+        let kernel = KERNELS.iter().find(|k| k.name == P::KERNEL).expect("a kernel");
+        let choice = PassChoice { format: Format::Q8, form: Form::F32, experts: true, source };
+        compare_text::<P>(&kernel.pass_variant(&choice).source());
+    }
+
+    #[test]
+    fn every_struct_of_a_pass_is_laid_out_as_naga_says() {
+        compare_pass::<EncodeRows>(Source::Rows);
+        compare_pass::<EncodeGate>(Source::Gate);
+        compare_pass::<Matmat>(Source::Rows);
+        compare_pass::<PassRoute>(Source::Rows);
+        compare_pass::<PassSort>(Source::Rows);
+        compare_pass::<PassSum>(Source::Rows);
+        compare_pass::<PassConv>(Source::Rows);
+        compare_pass::<SsdSteps>(Source::Rows);
+        compare_pass::<SsdPass>(Source::Rows);
+        compare_pass::<SsdOut>(Source::Rows);
+        compare_pass::<PassAttention>(Source::Rows);
     }
 
     #[test]

@@ -98,6 +98,19 @@ pub enum Grid {
         /// Workgroups along z.
         z: u32,
     },
+    /// `[rows, 1, 1]`
+    Along,
+    /// `[x, tiles, 1]`, with a tile for every `per` picks and one more for every place that may hold a part of one.
+    Tiles {
+        /// Picks of a tile.
+        per: u32,
+        /// Workgroups along x.
+        x: u32,
+        /// Picks of a row.
+        top_k: u32,
+        /// Places of the bank.
+        places: u32,
+    },
 }
 
 impl Grid {
@@ -107,6 +120,11 @@ impl Grid {
         match self {
             Grid::Fixed(groups) => groups,
             Grid::Rows { per, x, z } => [x, rows.div_ceil(per), z],
+            Grid::Along => [rows, 1, 1],
+            Grid::Tiles { per, x, top_k, places } => {
+                let picks = rows * top_k;
+                [x, picks / per + if places < picks { places } else { picks }, 1]
+            }
         }
     }
 }

@@ -334,7 +334,7 @@ fn encode_fuse() {
                 &acts,
                 &scales,
             ],
-            [rows as u32, 1, 1],
+            [1, rows as u32, 1],
         );
         let want: Vec<f32> = (0..rows)
             .flat_map(|r| {
@@ -880,7 +880,7 @@ fn convolution_and_scan() {
             [heads.div_ceil(64) as u32, chunks as u32, 1],
         );
         let states = gpu.empty(chunks * g.ssm_state_len());
-        let grid = [(g.head_dim.div_ceil(64) * g.d_state.div_ceil(64)) as u32, heads as u32, chunks as u32];
+        let grid = [(g.head_dim.div_ceil(64) * g.d_state.div_ceil(64)) as u32, chunks as u32, heads as u32];
         // the same inputs as the twin's, so that only the scan is compared
         let xbc_buffer = gpu.floats(&xbc);
         gpu.run(&kernel("prefill_ssd_states"), &[&slot.flight, &control, &xbc_buffer, &steps, &states], grid);
@@ -898,7 +898,7 @@ fn convolution_and_scan() {
         gpu.run(
             &kernel("prefill_ssd_out"),
             &[&slot.flight, &control, &params, &arena, &xbc_buffer, &steps, &states, &out],
-            [g.head_dim.div_ceil(64) as u32, heads as u32, chunks as u32],
+            [g.head_dim.div_ceil(64) as u32, chunks as u32, heads as u32],
         );
         let tolerance =
             Tolerance { nmse: 1e-11, max_abs: 1e-5, why: "f32 sums in another order, exp of sums of up to 64 steps" };
@@ -938,7 +938,7 @@ fn attention() {
         let params = gpu.buffer(&[stride as u32 / 4, offset / 4, (1.0 / (g.head_dim as f32).sqrt()).to_bits(), 0]);
         let cells = if splits == 1 { g.head_dim } else { splits * (g.head_dim + 2) };
         let out = gpu.empty(rows * g.heads * cells);
-        let grid = [rows.div_ceil(64) as u32, g.heads as u32, splits as u32];
+        let grid = [g.heads as u32, rows.div_ceil(64) as u32, splits as u32];
         gpu.run(&pipeline, &[&slot.flight, &slot.control, &params, &gpu.floats(&q), &gpu.floats(&kv_rows), &out], grid);
         let mut got = gpu.read_floats(&out);
         if splits > 1 {

@@ -25,11 +25,14 @@ pub fn check(geometry: &Geometry, context: &Context) -> Result<(), DeviceError> 
         must(g.d_state.is_multiple_of(4), "d_state", g.d_state, "multiples of 4");
         must(g.inner().is_multiple_of(32), "the Mamba inner width", g.inner(), "multiples of 32");
         must((g.inner() / g.groups).is_multiple_of(16), "a B/C group", g.inner() / g.groups, "multiples of 16");
+        must(g.head_dim.is_multiple_of(4), "the Mamba head_dim", g.head_dim, "multiples of 4");
+        must(g.groups <= 256, "B/C groups", g.groups, "at most 256");
         must(g.d_conv <= RING - 8, "d_conv", g.d_conv, "at most 8");
         must(g.inner() <= widest, "the Mamba inner width", g.inner(), "what workgroup memory holds");
     }
     if let Some(g) = &geometry.attention {
         must(g.head_dim.is_multiple_of(4), "head_dim", g.head_dim, "multiples of 4");
+        must(g.head_dim <= 128, "head_dim", g.head_dim, "at most 128");
         must(g.q_width().is_multiple_of(32), "the query width", g.q_width(), "multiples of 32");
         must(g.q_width() <= widest, "the query width", g.q_width(), "what workgroup memory holds");
         let cells = g.heads / g.kv_heads * (2 * g.head_dim + 32) * 4;

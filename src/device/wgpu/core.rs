@@ -8,6 +8,7 @@ use super::adapter::Context;
 use super::decode::{Frame, key, record};
 use super::layout::padded;
 use super::pipelines::{Key, Pipeline, Pipelines};
+use super::prefill::{self, PassFrame};
 use super::slot::{Sizes, Slot};
 use super::upload::buffer;
 use super::weights::Weights;
@@ -81,6 +82,10 @@ pub struct Bound {
     pub step: Vec<wgpu::BindGroup>,
     /// For [`Core::take`].
     pub take: Vec<wgpu::BindGroup>,
+    /// For [`Core::step`], over the last row of a pass.
+    pub last: Vec<wgpu::BindGroup>,
+    /// For [`Core::pass`] and [`Core::tail`].
+    pub pass: [Vec<wgpu::BindGroup>; 2],
 }
 
 /// Everything on the device.
@@ -96,6 +101,8 @@ pub struct Core {
     pub step: Ready,
     /// Row `i` of the given ones becomes the residual's only row: dispatch `i`.
     pub take: Ready,
+    /// A pass of many rows: many, or few of them behind many positions.
+    pub pass: [Ready; 2],
     /// Sessions.
     pub slots: Vec<Bound>,
     /// What they are sized by.
@@ -139,6 +146,7 @@ impl Core {
         let residents: Vec<Vec<_>> =
             (0..geometry.decoder_layers()).map(|_| (0..experts).map(crate::ids::ExpertIx::from).collect()).collect();
         let weights = Weights::upload(&context, setup.window_bytes, geometry, decoder, &residents, progress)?;
+        let pass_rows = prefill::rows_that_fit(&context, geometry, &weights, setup.pass_rows);
         let mut pipelines = Pipelines::new(&context, None);
         let frame = Frame {
             geometry,
@@ -151,14 +159,25 @@ impl Core {
             keep_logits: setup.keep_logits,
         };
         let step = Ready::new(&context, &mut pipelines, record(frame))?;
-        let take = Ready::new(&context, &mut pipelines, take_plan(&context, padded(geometry.hidden), setup.pass_rows))?;
-        let sizes = Sizes { positions: setup.positions, snapshots: 1, given: setup.pass_rows };
+        let take = Ready::new(&context, &mut pipelines, take_plan(&context, padded(geometry.hidden), pass_rows))?;
+        let sizes = Sizes { positions: setup.positions, snapshots: 1, given: pass_rows };
+        let pass = [1, prefill::TAIL_SPLITS].map(|splits| {
+            let frame = Frame { rows: pass_rows, ..frame };
+            prefill::record(PassFrame { frame, cooperative: context.cooperative, splits })
+        });
+        let [many, few] = pass;
+        let pass = [Ready::new(&context, &mut pipelines, many)?, Ready::new(&context, &mut pipelines, few)?];
+        let shared = prefill::buffers(&context, geometry, &weights, pass_rows)?;
         let mut slots = Vec::new();
         for _ in 0..setup.slots {
-            let slot = Slot::new(&context, geometry, &weights, sizes)?;
+            let slot = Slot::new(&context, geometry, &weights, sizes, &shared)?;
+            let last = slot.bind(&context, &weights, &step.plan, &step.pipelines, &step.uniforms, Name::FlightLast);
             let step = slot.bind(&context, &weights, &step.plan, &step.pipelines, &step.uniforms, Name::Flight);
             let take = slot.bind(&context, &weights, &take.plan, &take.pipelines, &take.uniforms, Name::Flight);
-            slots.push(Bound { slot, step, take });
+            let pass = [&pass[0], &pass[1]].map(|ready| {
+                slot.bind(&context, &weights, &ready.plan, &ready.pipelines, &ready.uniforms, Name::Flight)
+            });
+            slots.push(Bound { slot, step, take, last, pass });
         }
         Ok(Self {
             context,
@@ -166,6 +185,7 @@ impl Core {
             weights,
             step,
             take,
+            pass,
             slots,
             sizes,
             activations: setup.activations,

@@ -15,6 +15,7 @@ pub mod describe;
 pub mod landing;
 pub mod layout;
 pub mod pipelines;
+pub mod prefill;
 pub mod queue;
 pub mod slot;
 pub mod upload;
@@ -73,7 +74,7 @@ impl Gpu {
                 .map(|bank| bank.residents.clone())
                 .collect::<Vec<Vec<Option<ExpertIx>>>>(),
             spare_place: false,
-            prefill_rows: setup.pass_rows,
+            prefill_rows: core.sizes.given,
             verify_rows: 1,
             drafts: DraftAbility::None,
             staging: UNLANDED_MAX + 4,

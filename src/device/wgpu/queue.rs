@@ -8,6 +8,7 @@ use super::core::Core;
 use super::decode::RING;
 use super::landing::{Copied, RECORD_BYTES, Shared, stop};
 use super::layout::padded;
+use super::prefill;
 use super::upload::buffer;
 use crate::device::{DeviceError, Item, Pass, Phase, Point, Queue, Read, Run, Seed, Stamp, Work};
 use crate::ids::{Position, SlotIx, TokenId, Turn};
@@ -26,6 +27,9 @@ pub struct GpuQueue {
     /// Positions that a slot may have reached, by slot.
     reach: Vec<usize>,
 }
+
+/// Rows times blocks of one submission of a pass.
+const PASS_BLOCK_ROWS: usize = 8192;
 
 /// Where a section stands in its batch.
 fn order(section: Section, layers: usize) -> usize {
@@ -132,7 +136,12 @@ impl GpuQueue {
     }
 
     fn flight(&mut self, stamp: Stamp, limit: Position, rows: u32, advance: u32, accept: bool, ends: bool) {
-        let flight = Flight {
+        let flight = self.flight_of(stamp, limit, rows, advance, accept, ends);
+        self.write(stamp.slot, Name::Flight, 0, bytemuck::bytes_of(&flight));
+    }
+
+    fn flight_of(&self, stamp: Stamp, limit: Position, rows: u32, advance: u32, accept: bool, ends: bool) -> Flight {
+        Flight {
             turn: stamp.turn.0,
             rows,
             flight: [stamp.flight.0 as u32, (stamp.flight.0 >> 32) as u32],
@@ -140,8 +149,7 @@ impl GpuQueue {
             accept: u32::from(accept),
             advance,
             ends: u32::from(ends),
-        };
-        self.write(stamp.slot, Name::Flight, 0, bytemuck::bytes_of(&flight));
+        }
     }
 
     fn run(&mut self, run: &Run) -> Result<(), DeviceError> {
@@ -160,8 +168,69 @@ impl GpuQueue {
         Ok(())
     }
 
-    /// Row by row: the plan of a step, the rows taken from those given.
     fn prefill(&mut self, run: &Run, pass: &Pass) {
+        let n = pass.rows.len() / self.core.geometry.hidden;
+        if n >= prefill::ROWS_MIN {
+            self.prefill_wide(run, pass, n);
+        } else {
+            self.prefill_rows(run, pass);
+        }
+    }
+
+    /// All rows at once, through the plan of a pass; the last row goes through the step's head.
+    fn prefill_wide(&mut self, run: &Run, pass: &Pass, n: usize) {
+        let slot = run.stamp.slot;
+        let begins = run.from.is_batch_start();
+        if begins {
+            self.write(slot, Name::Given, 0, &super::layout::rows_padded(&pass.rows, self.core.geometry.hidden));
+        }
+        self.flight(run.stamp, run.limit, n as u32, n as u32, false, true);
+        let last = self.flight_of(run.stamp, run.limit, 1, n as u32, pass.accept, true);
+        self.write(slot, Name::FlightLast, 0, bytemuck::bytes_of(&last));
+        // few rows behind many positions keep a card busy only if the keys are split
+        let few = usize::from(n <= prefill::TAIL_ROWS && self.reach[slot.index()] > 4 * prefill::TAIL_ROWS);
+
+        let layers = self.core.weights.banks.len();
+        let end = 3 * layers + 1;
+        let mut peeks = run.peeks.iter().peekable();
+        let mut at = order_of(run.from);
+        let to = if run.to.batch == run.from.batch { order_of(run.to) } else { end };
+        while at < to {
+            let cut = peeks.next();
+            let until = cut.map_or(to, |(point, _)| order_of(*point) + 1);
+            // a command buffer for every few blocks, each submitted by itself: a long one would trip a watchdog
+            let blocks = self.core.geometry.blocks.len();
+            let at_once = (PASS_BLOCK_ROWS / n).max(1);
+            for first in (0..=blocks).step_by(at_once) {
+                let mut encoder = self.encoder();
+                {
+                    let bound = &self.core.slots[slot.index()];
+                    let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+                    // what belongs to no block stands behind them all
+                    let place = |dispatch: &Dispatch| dispatch.block.map_or(blocks, crate::ids::BlockIx::index);
+                    let wanted = |dispatch: &Dispatch| {
+                        (at..until).contains(&order(dispatch.section, layers))
+                            && (first..first + at_once).contains(&place(dispatch))
+                    };
+                    self.core.pass[few].encode(&mut pass, &bound.pass[few], n as u32, wanted, |_, _| {});
+                    if (first..first + at_once).contains(&blocks) && until == end {
+                        let head = |dispatch: &Dispatch| dispatch.block.is_none();
+                        self.core.step.encode(&mut pass, &bound.last, 1, head, |_, _| {});
+                    }
+                }
+                self.ready.push(encoder.finish());
+                self.submit();
+            }
+            if let Some((_, staging)) = cut {
+                self.land(run.stamp, staging.0 as usize);
+            }
+            at = until;
+        }
+        self.reach[slot.index()] += n;
+    }
+
+    /// Row by row: the plan of a step, the rows taken from those given.
+    fn prefill_rows(&mut self, run: &Run, pass: &Pass) {
         let hidden = self.core.geometry.hidden;
         let slot = run.stamp.slot;
         let n = pass.rows.len() / hidden;

@@ -101,13 +101,19 @@ impl Slot {
         needs(geometry, weights, sizes).iter().map(|(_, words)| 4 * *words as u64).sum()
     }
 
-    /// Makes the buffers; all zero.
+    /// Makes the buffers; all zero. `shared` are those that all slots have together.
     ///
     /// # Errors
     ///
     /// [`DeviceError::OutOfMemory`], [`DeviceError::Unfit`].
-    pub fn new(context: &Context, geometry: &Geometry, weights: &Weights, sizes: Sizes) -> Result<Self, DeviceError> {
-        let mut buffers = HashMap::new();
+    pub fn new(
+        context: &Context,
+        geometry: &Geometry,
+        weights: &Weights,
+        sizes: Sizes,
+        shared: &HashMap<Name, wgpu::Buffer>,
+    ) -> Result<Self, DeviceError> {
+        let mut buffers = shared.clone();
         for (name, words) in needs(geometry, weights, sizes) {
             buffers.insert(name, buffer(context, &format!("{name:?}"), 4 * words as u64, usage())?);
         }
