@@ -186,7 +186,7 @@ impl Completer {
                 let computed = wanted.len() - uploads.len();
                 let _span = debug_span!(
                     target: "riparian::completer", parent: &self.span, "complete", flow_step = missed.stop.flow(),
-                    flight = %missed.stop.flight, layer = %missed.layer, experts = computed,
+                    flight = missed.stop.flight.0, layer = %missed.layer, experts = computed,
                     uploads = uploads.len(), rows = missed.rows.len()
                 )
                 .entered();

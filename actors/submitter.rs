@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, never, select_biased};
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
-use tracing::{Span, debug, debug_span, info, info_span, trace, warn};
+use tracing::{Span, debug, debug_span, field, info, info_span, trace, warn};
 
 use super::admission::{self, Observed};
 use super::clock::Clock;
@@ -252,6 +252,11 @@ impl Session {
         wanted.unwrap_or(usize::MAX).min(kv_positions)
     }
 
+    /// Rows that stand, as far as is known.
+    fn position(&self) -> usize {
+        if self.ids.is_empty() { self.base() + self.cursor } else { self.base() + self.prompt + self.ids.len() - 1 }
+    }
+
     /// Ids it may have in all.
     fn ids_max(&self, kv_positions: usize) -> usize {
         (self.limit(kv_positions) + 1).saturating_sub(self.base() + self.prompt)
@@ -271,7 +276,7 @@ struct Flight {
     work: Work,
     queued: Duration,
     /// Never entered: open from here until the landing was handled.
-    _span: Span,
+    span: Span,
 }
 
 impl Flight {
@@ -637,7 +642,7 @@ impl Submitter {
 
     /// Frees slots of finished sessions whose flights have landed and whose job is answered (rule 12).
     fn free_slots(&mut self) {
-        let early = self.options.broken.is(Broken::FreeBeforeLanded);
+        let early = self.reuses_at_once();
         let ready: Vec<(SessionId, SlotIx)> = (self.sessions.iter())
             .filter_map(|(id, session)| match session.stage {
                 Stage::Closing(slot) => Some((*id, slot)),
@@ -718,6 +723,9 @@ impl Submitter {
 
     fn missed(&mut self, stop: Stop, experts: &[crate::ids::ExpertIx]) {
         self.slots[stop.slot.index()].jobs += 1;
+        // A slot has one stop at a time, and is not given away before its job is answered.
+        let jobs = self.slots[stop.slot.index()].jobs;
+        check!(Bound, jobs <= 1 || self.reuses_at_once(), "{stop:?} makes {jobs} jobs of one slot");
         self.counters.misses += 1;
         self.counters.missed_experts += experts.len() as u64;
         if let Some(id) = self.slots[stop.slot.index()].owner {
@@ -808,6 +816,10 @@ impl Submitter {
         self.free_slots();
     }
 
+    fn reuses_at_once(&self) -> bool {
+        self.options.broken.is(Broken::FreeBeforeLanded) || self.options.broken.is(Broken::StampWithoutTurn)
+    }
+
     fn ignores_stamps(&self) -> bool {
         let loose = [Broken::ResumeAfterCancel, Broken::DropStamp, Broken::StampWithoutTurn, Broken::NoHostCheck];
         loose.into_iter().any(|way| self.options.broken.is(way))
@@ -827,7 +839,14 @@ impl Submitter {
         self.counters.device_busy += record.busy.unwrap_or_default();
         let own_stop = record.stop.filter(|stop| stop.flight == id);
         let whole = !flight.overtaken && own_stop.is_none();
+        flight.span.record("ids", record.out.ids.len()).record("overtaken", !whole && own_stop.is_none());
         self.observe(&flight, own_stop, whole, &record.out);
+        if whole && flight.from.is_batch_start() && flight.to.is_batch_start() && record.busy.is_some() {
+            match flight.work {
+                Work::Prefill(_) => {}
+                _ => self.decode_ahead.took(flight.accepts() as u32, busy),
+            }
+        }
 
         // Rule 9: ids with the flight's own stamp are facts, even if its turn is over.
         let stamped = record.out.flight == id || self.options.broken.is(Broken::UnstampedIds);
@@ -865,6 +884,7 @@ impl Submitter {
             self.finish(flight.session, FinishReason::Length);
         }
         self.flights.retain(|f| f.id != id);
+        trace!(target: "riparian::counter", flights_live = self.live(), flights_unlanded = self.flights.len());
         self.free_slots();
     }
 
@@ -1252,29 +1272,27 @@ impl Submitter {
         let landing = if round_robin { Some((flight.0 % 2) as u16) } else { self.staging.take() };
         let landing = Staging(landing.expect("peeks leave one"));
         waits.push(Wait::Land(landing));
-        trace!(
-            target: "riparian::submitter", %flight, session = %id, kind = kind_of(&work), ?from, ?to,
-            peeks = peeks.len(), "queued"
+        let session = &self.sessions[&id];
+        let span = debug_span!(
+            target: "riparian::flight", parent: &session.span, "flight", flight = flight.0, session = id.0,
+            kind = kind_of(&work), batches = to.batch - from.batch, layer = %to.layer, position = session.position(),
+            peeks = peeks.len(), ids = field::Empty, overtaken = field::Empty
         );
         self.counters.flights += 1;
         let queued = self.clock.now();
-        let overtaken = false;
-        let span = debug_span!(
-            target: "riparian::submitter", "flight", flight = flight.0, session = id.0, kind = kind_of(&work),
-            batches = to.batch - from.batch, batch = from.batch
-        );
         self.flights.push(Flight {
             id: flight,
             session: id,
             slot,
             turn,
-            overtaken,
+            overtaken: false,
             from,
             to,
             work: work.clone(),
             queued,
-            _span: span,
+            span,
         });
+        trace!(target: "riparian::counter", flights_live = self.live(), flights_unlanded = self.flights.len());
         check!(Flights, self.live() <= LIVE_MAX, "{} live flights", self.live());
         check!(Flights, self.flights.len() <= UNLANDED_MAX, "{} unlanded flights", self.flights.len());
         items.push(Item::Run(Run { stamp, from, to, work, limit, peeks }));

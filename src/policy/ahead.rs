@@ -7,6 +7,11 @@
 //! reports it early. So a flight ends where its chance of still running falls
 //! below a threshold, right behind a route (before the sum: the report of the
 //! miss is then the landing itself), and is peeked at where a miss is likely.
+//!
+//! Ids are read at a flight's end, so a slow device also gets shorter flights:
+//! its ids shall come as a stream and not by the dozen.
+
+use std::time::Duration;
 
 use crate::ids::LayerIx;
 
@@ -23,11 +28,21 @@ pub struct AheadOptions {
     pub peek_min: f32,
     /// Weight of a new observation of a layer.
     pub learn: f32,
+    /// A flight of whole batches shall not take longer than this.
+    pub flight_max: Duration,
 }
 
 impl Default for AheadOptions {
     fn default() -> Self {
-        Self { batches_max: 16, routes_max: None, survival_min: 0.35, peek_min: 0.25, learn: 1.0 / 32.0 }
+        Self {
+            batches_max: 16,
+            routes_max: None,
+            survival_min: 0.35,
+            peek_min: 0.25,
+            learn: 1.0 / 32.0,
+            // Two are in flight, so that ids are at most twice as old.
+            flight_max: Duration::from_millis(150),
+        }
     }
 }
 
@@ -51,6 +66,8 @@ pub struct Ahead {
     /// Chance that a route of the layer misses; empty for full banks or no layers.
     miss: Vec<f32>,
     layers: usize,
+    /// Seconds of a batch; 0 until one was timed.
+    batch_seconds: f64,
 }
 
 impl Ahead {
@@ -58,7 +75,7 @@ impl Ahead {
     #[must_use]
     pub fn new(options: AheadOptions, layers: usize, start: f32) -> Self {
         let miss = if start > 0.0 { vec![start; layers] } else { Vec::new() };
-        Self { options, miss, layers }
+        Self { options, miss, layers, batch_seconds: 0.0 }
     }
 
     /// A route ran.
@@ -66,6 +83,22 @@ impl Ahead {
         if let Some(rate) = self.miss.get_mut(layer.index()) {
             *rate += self.options.learn * (f32::from(u8::from(missed)) - *rate);
         }
+    }
+
+    /// A flight of whole batches took so long on the device.
+    pub fn took(&mut self, batches: u32, busy: Duration) {
+        let seconds = busy.as_secs_f64() / f64::from(batches.max(1));
+        let weight = if self.batch_seconds == 0.0 { 1.0 } else { 0.2 };
+        self.batch_seconds += weight * (seconds - self.batch_seconds);
+    }
+
+    /// Batches that fit the longest flight.
+    fn batches_in_time(&self) -> u32 {
+        if self.batch_seconds == 0.0 {
+            return u32::MAX;
+        }
+        // A float beyond the range becomes its end.
+        ((self.options.flight_max.as_secs_f64() / self.batch_seconds) as u32).max(1)
     }
 
     /// Chance that a route misses, averaged over the layers.
@@ -82,7 +115,7 @@ impl Ahead {
     #[must_use]
     pub fn plan(&self, layer: LayerIx, at_sum: bool, batches: u32, peeks: usize) -> Horizon {
         assert!(batches > 0, "a flight of no batches");
-        let batches = batches.min(self.options.batches_max.max(1));
+        let batches = batches.min(self.options.batches_max.max(1)).min(self.batches_in_time());
         let whole = Horizon { batches, layer: LayerIx(0), at_sum: false, peeks: Vec::new() };
         if self.layers == 0 || self.miss.is_empty() && self.options.routes_max.is_none() {
             return whole;
@@ -151,6 +184,20 @@ mod tests {
         // 0.95^20 = 0.358, 0.95^21 = 0.341
         assert_eq!((horizon.batches, horizon.layer, horizon.at_sum), (2, LayerIx(0), true));
         assert!(horizon.peeks.is_empty());
+    }
+
+    #[test]
+    fn slow_devices_get_short_flights() {
+        let options = AheadOptions { flight_max: Duration::from_millis(100), ..AheadOptions::default() };
+        let mut ahead = Ahead::new(options, 3, 0.0);
+        let batches = |ahead: &Ahead| ahead.plan(LayerIx(0), false, 99, 8).batches;
+        assert_eq!(batches(&ahead), 16, "nothing is known yet");
+        ahead.took(16, Duration::from_millis(160));
+        assert_eq!(batches(&ahead), 10);
+        (0..50).for_each(|_| ahead.took(1, Duration::from_secs(2)));
+        assert_eq!(batches(&ahead), 1);
+        (0..200).for_each(|_| ahead.took(4, Duration::from_micros(10)));
+        assert_eq!(batches(&ahead), 16);
     }
 
     #[test]

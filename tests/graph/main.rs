@@ -3,6 +3,7 @@
 //! `simulation`: one thread steps all actors under a simulated clock; a seed decides everything. `threaded`: the same
 //! scripts on real threads. `broken`: known ways to get the protocol wrong, each of which the simulation must catch.
 
+mod host;
 mod random;
 mod scenario;
 mod simulation;

@@ -101,6 +101,7 @@ impl Scenario {
             survival_min: r.share(),
             peek_min: r.share(),
             learn: r.pick(&[0.02, 0.3]),
+            flight_max: Duration::from_millis(150),
         };
         options.submitter.batched_prefill = !r.one_in(5);
         options.submitter.drafts = !r.one_in(6);
