@@ -10,6 +10,7 @@ mod generate;
 mod info;
 mod progress;
 mod stream;
+mod synth;
 mod terminal;
 mod transcribe;
 mod verify;
@@ -69,6 +70,8 @@ enum Command {
     Convert(convert::Convert),
     /// What a model file holds and what a device would need for it
     Info(info::Info),
+    /// A model of any geometry without weights, for benchmarks
+    Synth(synth::Synth),
     /// Every hash of a model file
     Verify(verify::Verify),
     /// What this machine offers, and every knob with its value and source
@@ -196,6 +199,7 @@ pub(crate) fn run() -> ExitCode {
             Command::Generate(command) => command.run(&global, &mut terminal),
             Command::Convert(command) => command.run(&global, &mut terminal),
             Command::Info(command) => command.run(&global, &mut terminal),
+            Command::Synth(command) => command.run(&global, &mut terminal),
             Command::Verify(command) => command.run(&global, &mut terminal),
             Command::Doctor(command) => command.run(&global, &mut terminal),
         };

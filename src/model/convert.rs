@@ -264,7 +264,7 @@ fn header(source: &Checkpoint, options: &ConvertOptions, checkpoint: &Path) -> V
 }
 
 /// The record every file has for the peer; informational for this architecture.
-fn arch(geometry: &Geometry) -> Value {
+pub(super) fn arch(geometry: &Geometry) -> Value {
     let attention = geometry.attention;
     let layer_types: Vec<&str> = (geometry.blocks.iter())
         .filter_map(|kind| match kind {

@@ -37,16 +37,24 @@ fn fold(bytes: &[u8], first: u64) -> u64 {
 /// hash64 of `bytes`; large ones are hashed by all threads of the pool it runs in.
 #[must_use]
 pub fn hash64(bytes: &[u8]) -> u64 {
-    let sum = if bytes.len() <= CHUNK {
-        fold(bytes, 0)
-    } else {
-        bytes
-            .par_chunks(CHUNK)
-            .enumerate()
-            .map(|(i, chunk)| fold(chunk, (i * (CHUNK / 8)) as u64))
-            .reduce(|| 0, |a, b| a ^ b)
-    };
-    mix(sum ^ bytes.len() as u64)
+    seal(part(bytes, 0), bytes.len() as u64)
+}
+
+/// What the bytes from `offset` on (a multiple of 8) add to a hash: the parts of a payload are joined by XOR, in any
+/// order, and [`seal`]ed. Only the last part may have a length that is no multiple of 8.
+pub(crate) fn part(bytes: &[u8], offset: u64) -> u64 {
+    debug_assert!(offset.is_multiple_of(8), "a part begins with a word");
+    let first = offset / 8;
+    if bytes.len() <= CHUNK {
+        return fold(bytes, first);
+    }
+    let folds = bytes.par_chunks(CHUNK).enumerate().map(|(i, chunk)| fold(chunk, first + (i * (CHUNK / 8)) as u64));
+    folds.reduce(|| 0, |a, b| a ^ b)
+}
+
+/// The hash of `len` bytes whose parts have the XOR `sum`.
+pub(crate) const fn seal(sum: u64, len: u64) -> u64 {
+    mix(sum ^ len)
 }
 
 /// hash64 of bytes that come in pieces of any length.

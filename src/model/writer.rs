@@ -5,15 +5,16 @@
 //! was killed left behind is written over by the next.
 
 use std::fs::{self, File, TryLockError};
-use std::io::{self, Seek, SeekFrom, Write};
+use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde_json::{Value, json};
 
 use super::container::{
     ALIGN, DATA_ALIGN, ENVELOPE, FEATURE_DIRECTORY, FEATURE_Q8_2F, MAGIC, RANK_MAX, RECORD, VERSION, payload_len,
 };
-use super::hash::hash64;
+use super::hash::{hash64, part, seal};
 use super::tensors::Codec;
 
 /// Payloads of at least this many bytes start on a page. (The peer does so from 16 KiB on, which costs small experts a
@@ -84,7 +85,10 @@ struct Place {
     /// From the data section's start.
     offset: u64,
     len: usize,
-    hash: Option<u64>,
+    /// XOR of the hashes of the pieces written.
+    sum: AtomicU64,
+    /// Bytes written.
+    written: AtomicU64,
 }
 
 /// A file being written. Dropped before [`Writer::finish`], it leaves nothing behind.
@@ -129,7 +133,7 @@ impl Writer {
             let align = if len as u64 >= PAGE_FROM { DATA_ALIGN } else { ALIGN };
             let offset = data_len.next_multiple_of(align);
             data_len = offset + len as u64;
-            places.push(Place { spec, offset, len, hash: None });
+            places.push(Place { spec, offset, len, sum: AtomicU64::new(0), written: AtomicU64::new(0) });
         }
         let mut partial = path.as_os_str().to_owned();
         partial.push(".partial");
@@ -166,15 +170,34 @@ impl Writer {
     pub fn write(&mut self, index: usize, payload: &[u8]) -> Result<(), WriteError> {
         let place = &mut self.places[index];
         assert_eq!(payload.len(), place.len, "payload of {}", place.spec.name);
-        place.hash = Some(hash64(payload));
-        let at = self.data_at + place.offset;
-        self.put(at, payload)
+        (*place.sum.get_mut(), *place.written.get_mut()) = (0, 0);
+        self.write_piece(index, 0, payload)
     }
 
-    fn put(&mut self, at: u64, bytes: &[u8]) -> Result<(), WriteError> {
-        let file = self.file.as_mut().expect("not finished");
-        let written = file.seek(SeekFrom::Start(at)).and_then(|_| file.write_all(bytes));
-        written.map_err(|source| WriteError::Io { path: self.partial.clone(), source })
+    /// Writes the bytes from `offset` on of the `index`-th payload. Pieces come from any threads in any order, each byte
+    /// once; each begins at a multiple of 8, and only a payload's last has a length that is no multiple of 8.
+    ///
+    /// # Errors
+    ///
+    /// What the system says.
+    ///
+    /// # Panics
+    ///
+    /// If the piece is not within the payload, or begins elsewhere.
+    pub fn write_piece(&self, index: usize, offset: u64, piece: &[u8]) -> Result<(), WriteError> {
+        let place = &self.places[index];
+        let (name, len) = (&place.spec.name, place.len as u64);
+        let end = offset + piece.len() as u64;
+        assert!(end <= len && offset.is_multiple_of(8), "piece {offset}..{end} of the {len} bytes of {name}");
+        assert!(end == len || end.is_multiple_of(8), "a piece of {name} within the payload ends at {end}");
+        place.sum.fetch_xor(part(piece, offset), Ordering::Relaxed);
+        place.written.fetch_add(piece.len() as u64, Ordering::Relaxed);
+        self.put(self.data_at + place.offset + offset, piece)
+    }
+
+    fn put(&self, at: u64, bytes: &[u8]) -> Result<(), WriteError> {
+        let file = self.file.as_ref().expect("not finished");
+        write_all_at(file, bytes, at).map_err(|source| WriteError::Io { path: self.partial.clone(), source })
     }
 
     /// Writes what is left and gives the file its name. Returns its length.
@@ -239,8 +262,10 @@ impl Writer {
         directory.extend((self.places.len() as u64).to_le_bytes());
         directory.extend((pool_at as u64).to_le_bytes());
         let mut pool: Vec<u8> = Vec::new();
-        for Place { spec, offset, len, hash } in &self.places {
-            let hash = hash.unwrap_or_else(|| panic!("{} was never written", spec.name));
+        for Place { spec, offset, len, sum, written } in &self.places {
+            let written = written.load(Ordering::Relaxed);
+            assert_eq!(written, *len as u64, "bytes written of {}", spec.name);
+            let hash = seal(sum.load(Ordering::Relaxed), written);
             directory.extend((pool.len() as u32).to_le_bytes());
             directory.extend((spec.name.len() as u16).to_le_bytes());
             directory.push(spec.codec.code());
@@ -264,6 +289,24 @@ impl Drop for Writer {
             let _ = fs::remove_file(&self.partial);
         }
     }
+}
+
+#[cfg(unix)]
+fn write_all_at(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
+    std::os::unix::fs::FileExt::write_all_at(file, bytes, at)
+}
+
+#[cfg(windows)]
+fn write_all_at(file: &File, mut bytes: &[u8], mut at: u64) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match std::os::windows::fs::FileExt::seek_write(file, bytes, at) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(n) => (bytes, at) = (&bytes[n..], at + n as u64),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 /// The payload length, once the format has room for everything.
@@ -313,6 +356,26 @@ mod tests {
             assert_eq!((tensor.payload(), tensor.hash()), (&payload[..], hash64(payload)));
         }
         assert_eq!(read.features(), 1);
+    }
+
+    #[test]
+    fn pieces_come_in_any_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.cmf");
+        let payload: Vec<u8> = (0..2_000_005u32).map(|i| (i * 7 + i / 251) as u8).collect();
+        let writer = Writer::create(&path, json!({}), b"", vec![spec("a", Codec::F32, &[500_001])]).unwrap();
+        let payload = &payload[..writer.places[0].len];
+        std::thread::scope(|scope| {
+            for at in [1_200_000, 0, 8, 800_000] {
+                let end = [8, 800_000, 1_200_000, payload.len()].into_iter().find(|&end| end > at).unwrap();
+                let writer = &writer;
+                scope.spawn(move || writer.write_piece(0, at as u64, &payload[at..end]).unwrap());
+            }
+        });
+        writer.finish().unwrap();
+        let read = Container::open(&path, Access::Mapped).unwrap();
+        let tensor = read.tensor("a").unwrap();
+        assert_eq!((tensor.payload(), tensor.hash()), (payload, hash64(payload)));
     }
 
     #[test]
