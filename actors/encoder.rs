@@ -57,7 +57,7 @@ pub enum Message {
         place: OwnedSemaphorePermit,
         /// The span its chunks are made in.
         span: Span,
-        /// Where rows go. Has room for [`CHUNKS_AHEAD`] chunks and the end.
+        /// Where rows go. Has room for the chunks made ahead and the end.
         gives: mpsc::Sender<Given>,
     },
     /// A chunk was taken, or nobody wants any more: go on with this recording.

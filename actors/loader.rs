@@ -369,3 +369,90 @@ fn touch(bytes: &[u8]) {
     let sum = bytes.iter().step_by(PAGE).fold(0_u8, |sum, byte| sum.wrapping_add(*byte));
     black_box(sum.wrapping_add(bytes.last().copied().unwrap_or(0)));
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+    use std::time::Duration;
+
+    fn bundled() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny-transcribe.cmf")
+    }
+
+    /// Asks for an expert and waits for the answer.
+    fn fetch(handle: &Handle, layer: u16, expert: u16) -> Fetched {
+        let (reply, answer) = bounded(1);
+        handle.fetches().send(Fetch { layer: LayerIx(layer), expert: ExpertIx(expert), reply }).unwrap();
+        answer.recv_timeout(Duration::from_secs(10)).expect("every fetch is answered")
+    }
+
+    #[tokio::test]
+    async fn an_experts_bytes_are_those_of_its_matrices() {
+        let (handle, thread) = spawn().unwrap();
+        assert!(fetch(&handle, 0, 0).payload.unwrap_err().contains("no model"));
+        let model = handle.open(bundled(), Access::Mapped).await.unwrap().unwrap();
+        // The last layer is the draft layer's.
+        for layer in 0..model.geometry.layers() as u16 {
+            let payload = fetch(&handle, layer, 3).payload.unwrap();
+            let expert = expert_of(&model, LayerIx(layer), ExpertIx(3)).unwrap();
+            assert_eq!(payload.bytes, [expert.up.payload(), expert.down.payload()].concat());
+            assert!(payload.is_intact());
+        }
+        for (layer, expert) in [(0, 32), (model.geometry.layers() as u16, 0)] {
+            assert!(fetch(&handle, layer, expert).payload.unwrap_err().contains("there is no"));
+        }
+        handle.shutdown();
+        thread.join().unwrap();
+        assert!(handle.open(bundled(), Access::Mapped).await.is_none(), "nobody answers, nobody waits");
+    }
+
+    #[tokio::test]
+    async fn bytes_that_changed_are_named_and_not_given() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("changed.cmf");
+        let mut bytes = std::fs::read(bundled()).unwrap();
+        // Where an expert's matrix lies, found by its content.
+        let sound = model::open(&bundled(), &OpenOptions::default()).unwrap();
+        let up = &expert_of(&sound, LayerIx(1), ExpertIx(5)).unwrap().up;
+        let at = bytes.windows(up.payload().len()).position(|window| window == up.payload()).unwrap();
+        bytes[at + 100] ^= 4;
+        std::fs::write(&path, &bytes).unwrap();
+
+        let (handle, _thread) = spawn().unwrap();
+        handle.open(path.clone(), Access::Mapped).await.unwrap().expect("payloads are not looked at on opening");
+        let error = fetch(&handle, 1, 5).payload.unwrap_err();
+        assert!(error.contains(up.name()) && error.contains("hash"), "{error}");
+        assert!(fetch(&handle, 1, 6).payload.is_ok(), "the others are as they were");
+
+        let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+        file.set_len(bytes.len() as u64 - 1).unwrap();
+        let error = fetch(&handle, 1, 7).payload.unwrap_err();
+        assert!(error.contains("changed.cmf") && error.contains("bytes"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn warming_tells_every_byte_and_can_be_given_up() {
+        let (handle, _thread) = spawn().unwrap();
+        let model = handle.open(bundled(), Access::Memory).await.unwrap().unwrap();
+        let (told, seen) = bounded(1 << 16);
+        let progress: OnProgress = Box::new(move |progress| told.send(progress).unwrap());
+        handle.warm(Residency::default(), progress).await.unwrap();
+        let seen: Vec<LoadProgress> = seen.iter().collect();
+        let fixed: usize = read_from_the_start(&model, &Residency::default()).iter().map(|m| m.payload().len()).sum();
+        assert_eq!(seen.last().unwrap(), &LoadProgress { done_bytes: fixed as u64, total_bytes: fixed as u64 });
+        assert!(seen.is_sorted_by_key(|progress| progress.done_bytes));
+
+        // Given up half-way: it stops, and what comes next is served.
+        let (told, seen) = bounded(1 << 16);
+        let slow: OnProgress = Box::new(move |progress| {
+            thread::sleep(Duration::from_millis(20));
+            told.send(progress).unwrap();
+        });
+        let given_up = handle.warm(Residency::default(), slow);
+        assert!(tokio::time::timeout(Duration::from_millis(50), given_up).await.is_err());
+        assert!(fetch(&handle, 0, 0).payload.is_ok());
+        let last = seen.iter().last().expect("it had begun");
+        assert!(last.done_bytes < last.total_bytes, "{last:?}");
+    }
+}

@@ -5,6 +5,8 @@
 //! cargo run --release --example embed -- MODEL.cmf RECORDING
 //! ```
 
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
+
 use std::error::Error;
 use std::io::{Write as _, stdout};
 use std::path::PathBuf;

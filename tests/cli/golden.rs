@@ -1,6 +1,8 @@
 //! Transcripts against the reference: the bundled recordings, and the 40 golden
 //! ones where the tiny model's folder stands beside the clone.
 
+#![allow(clippy::print_stdout, reason = "figures are printed for whoever runs the tests")]
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -140,12 +142,15 @@ fn partial_banks_and_drafts_change_no_id() {
     }
 }
 
+/// Start, end and word.
+type Spoken = (f64, f64, String);
+
 #[test]
 fn word_times_agree_with_the_peers() {
     let Some(folder) = tiny_transcribe() else { return };
     let model = converted(&folder, "q8_2f");
     let table = std::fs::read_to_string(folder.join("peer/words-q8_2f.txt")).unwrap();
-    let mut wanted: Vec<(PathBuf, Vec<(f64, f64, String)>)> = Vec::new();
+    let mut wanted: Vec<(PathBuf, Vec<Spoken>)> = Vec::new();
     for line in table.lines().filter(|line| !line.trim().is_empty()) {
         if let Some(wav) = line.strip_prefix("# ") {
             wanted.push((folder.join(wav.trim()), Vec::new()));

@@ -92,7 +92,7 @@ fn a_prompt_longer_than_the_context_is_refused() {
 #[test]
 fn a_context_that_is_used_up_keeps_what_was_right() {
     let (path, said) = demo().swap_remove(0);
-    let whole = transcribe(&[path.clone()], &["--format", "json"]).ok();
+    let whole = transcribe(std::slice::from_ref(&path), &["--format", "json"]).ok();
     let rows = whole.json()[0]["prompt_rows"].as_u64().unwrap();
     let ctx = (rows + 1).to_string();
     let ran = transcribe(&[path], &["--format", "json", "--ctx", &ctx]);
