@@ -18,7 +18,7 @@ use crate::host::attention::{Partial, Tile, attend_body};
 use crate::host::mamba::{Head, scan_body};
 
 /// How far ahead of its use a weight is asked for: beyond the page, so that its address is translated in time too.
-const AHEAD: usize = 4096 + 512;
+const AHEAD: usize = 3 * 4096 + 512;
 
 /// Whether the processor has the instructions.
 pub(crate) fn present() -> bool {

@@ -21,7 +21,7 @@ use crate::host::math;
 /// Groups of a block.
 const BLOCK: usize = LANES;
 /// How far ahead of its use a weight is asked for: beyond the page, so that its address is translated in time too.
-const AHEAD: usize = 4096 + 512;
+const AHEAD: usize = 3 * 4096 + 512;
 
 /// Whether the processor has the instructions.
 pub(crate) fn present() -> bool {
@@ -161,6 +161,8 @@ kernel! {
         let lanes = groups.next_multiple_of(LANES);
         let rows = ladders.as_chunks().0.iter().zip(codes.chunks_exact(width)).zip(out.chunks_exact_mut(lanes));
         for ((params, codes), out) in rows {
+            // What the rows sixteen further on want of these planes.
+            prefetch(codes.as_ptr().wrapping_add(16 * width).cast());
             let (low, high) = ladder(params);
             // `permutex2var` looks at the lowest five bits alone.
             let (whole, tail) = out[..lanes].split_at_mut(groups / BLOCK * BLOCK);
@@ -259,9 +261,13 @@ with_instructions! {
     /// Asks memory for the `LINES` lines that lie [`AHEAD`] bytes on: the processor's own foresight ends with a page.
     fn ask<const LINES: usize>(from: *const i8) {
         for line in 0..LINES {
-            // A prefetch reads nothing and does not fault, wherever it points.
-            _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD + 64 * line));
+            prefetch(from.wrapping_add(AHEAD + 64 * line));
         }
+    }
+
+    /// Reads nothing and does not fault, wherever it points.
+    fn prefetch(from: *const i8) {
+        _mm_prefetch::<_MM_HINT_T0>(from);
     }
 
     /// The first 64 bytes, zeros where there are fewer.
