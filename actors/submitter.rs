@@ -714,10 +714,10 @@ impl Submitter {
     }
 
     fn give_staging(&mut self, wait: Wait) {
-        if let Wait::Peek(staging) | Wait::Land(staging) | Wait::Read(staging) = wait {
-            if !self.options.broken.is(Broken::StagingRoundRobin) {
-                self.staging.give(staging.0);
-            }
+        if let Wait::Peek(staging) | Wait::Land(staging) | Wait::Read(staging) = wait
+            && !self.options.broken.is(Broken::StagingRoundRobin)
+        {
+            self.staging.give(staging.0);
         }
     }
 
