@@ -10,7 +10,7 @@
 //! - **Stops** on [`Control::Shutdown`], or when every handle and session is gone.
 //!
 //! The rules are those of `protocol.md` §5, cited by number. What a session does next is decided in one place,
-//! [`Submitter::queue_flight`], after every message.
+//! `Submitter::queue_flight`, after every message.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
