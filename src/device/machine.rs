@@ -498,12 +498,16 @@ impl<M: Maths> Machine<M> {
                         break;
                     }
                 }
+                let by_id = decode && end;
                 slot.position += kept;
                 end |= slot.position >= run.limit.index() && (decode || first < scratch.n);
                 let short = decode && kept < scratch.n && !end;
                 if decode && scratch.n > 1 {
-                    let offered = scratch.n as u32 - 1;
-                    out.rounds.push(Round { offered, kept: kept as u32 - 1 });
+                    // An end id that was drafted is a draft that stands; nothing is said of those behind it.
+                    let drafts = &scratch.ids[1..];
+                    let offered = if by_id { kept.min(drafts.len()) } else { drafts.len() };
+                    let agreed = kept - 1 + usize::from(by_id && drafts.get(kept - 1) == Some(&slot.next_id));
+                    out.rounds.push(Round { offered: offered as u32, kept: agreed as u32 });
                 }
                 slot.kept = kept;
                 let by_host = matches!(run.work, Work::Verify(_));

@@ -52,11 +52,8 @@ pub trait Device: Send {
     fn facts(&self) -> &Facts;
 
     /// The two halves.
-    fn split(self: Box<Self>) -> Halves;
+    fn split(self: Box<Self>) -> (Box<dyn Queue>, Box<dyn Landings>);
 }
-
-/// What a device is split into.
-pub type Halves = (Box<dyn Queue>, Box<dyn Landings>);
 
 /// The submitter's half.
 pub trait Queue: Send {
@@ -616,9 +613,9 @@ pub struct Out {
 /// Outcome of one verify batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Round {
-    /// Drafts that were verified.
+    /// Drafts that were verified; those behind an end id are not.
     pub offered: u32,
-    /// Those that agreed. The batch gave `kept + 1` ids, fewer where the session ended in it.
+    /// Those that agreed, with one that is the end id. The batch gave `kept + 1` ids, fewer where the session ended in it.
     pub kept: u32,
 }
 
