@@ -17,11 +17,14 @@ pub struct SessionOptions {
     pub seed: Option<Arc<Seed>>,
     /// Whether drafts may be used where the device has them.
     pub drafts: bool,
+    /// Drafts a round, whatever pays, cut to what the device verifies: for tests and measurements. `None` leaves it to
+    /// the draft scheduler.
+    pub depth: Option<usize>,
 }
 
 impl Default for SessionOptions {
     fn default() -> Self {
-        Self { eos: Arc::new([]), seed: None, drafts: true }
+        Self { eos: Arc::new([]), seed: None, drafts: true, depth: None }
     }
 }
 

@@ -10,7 +10,7 @@
 //! - **Stops** on [`Control::Shutdown`], or when every handle and session is gone.
 //!
 //! The rules are those of `protocol.md` §5, cited by number. What a session does next is decided in one place,
-//! `Submitter::queue_flight`, after every message.
+//! [`Submitter::queue_flight`], after every message.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -523,7 +523,7 @@ impl Submitter {
         let drafts = self.options.drafts && options.drafts && self.facts.drafts != DraftAbility::None;
         let session = Session {
             stage: Stage::Waiting,
-            depth: usize::from(drafts),
+            depth: if drafts { options.depth.unwrap_or(1) } else { 0 },
             options,
             events: Some(events),
             cancelled,
@@ -714,10 +714,10 @@ impl Submitter {
     }
 
     fn give_staging(&mut self, wait: Wait) {
-        if let Wait::Peek(staging) | Wait::Land(staging) | Wait::Read(staging) = wait
-            && !self.options.broken.is(Broken::StagingRoundRobin)
-        {
-            self.staging.give(staging.0);
+        if let Wait::Peek(staging) | Wait::Land(staging) | Wait::Read(staging) = wait {
+            if !self.options.broken.is(Broken::StagingRoundRobin) {
+                self.staging.give(staging.0);
+            }
         }
     }
 
@@ -986,7 +986,7 @@ impl Submitter {
 
     fn advice(&mut self, advice: Advice) {
         if let Some(session) = self.sessions.get_mut(&advice.session) {
-            if self.options.drafts && session.options.drafts {
+            if self.options.drafts && session.options.drafts && session.options.depth.is_none() {
                 session.depth = advice.depth;
             }
             (session.guess, session.guess_after) = (advice.guess, advice.after);

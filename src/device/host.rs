@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 use super::machine::{Machine, Maths, Micro, Routed};
 use super::{
-    Companion, Completions, Device, DeviceError, DeviceKind, DraftAbility, Facts, Halves, Landings, Missed, Payload,
-    Queue, Seed, UNLANDED_MAX, worker,
+    Companion, Completions, Device, DeviceError, DeviceKind, DraftAbility, Facts, Landings, Missed, Payload, Queue,
+    Seed, UNLANDED_MAX, worker,
 };
 use crate::host::{Decoder, ExpertRows, NotFinite, Place, Routes};
 use crate::ids::{BlockIx, ExpertIx, LayerIx, Position, TokenId};
@@ -46,6 +46,12 @@ pub struct HostOptions {
     /// Makes drafts wrong where a draw from this seed says so: for tests.
     #[doc(hidden)]
     pub wrong_drafts: Option<u32>,
+    /// Drafts are these ids, by position, in place of the draft layer's: for tests.
+    #[doc(hidden)]
+    pub given_drafts: Option<Arc<[TokenId]>>,
+    /// Leaves drafting to a drafter, and only verifies, as some devices do: for tests.
+    #[doc(hidden)]
+    pub drafts_by_host: bool,
     /// The device dies before this dispatch: for tests.
     #[doc(hidden)]
     pub dies_at: Option<u32>,
@@ -61,6 +67,8 @@ impl HostOptions {
             residents: Vec::new(),
             drafts: decoder.geometry().draft,
             wrong_drafts: None,
+            given_drafts: None,
+            drafts_by_host: false,
             dies_at: None,
         }
     }
@@ -89,6 +97,11 @@ impl HostDevice {
         residents.truncate(layers);
         residents.resize_with(layers, all);
         let drafts = options.drafts && geometry.draft;
+        let ability = match (drafts, options.drafts_by_host) {
+            (false, _) => DraftAbility::None,
+            (true, false) => DraftAbility::OnDevice,
+            (true, true) => DraftAbility::ByHost,
+        };
         let facts = Facts {
             name: format!("host ({} threads, {:?})", decoder.pool().threads(), decoder.pool().isa()),
             kind: DeviceKind::Host,
@@ -104,7 +117,7 @@ impl HostDevice {
             spare_place: false,
             prefill_rows: PREFILL_ROWS,
             verify_rows: if drafts { DEPTH_MAX + 1 } else { 1 },
-            drafts: if drafts { DraftAbility::OnDevice } else { DraftAbility::None },
+            drafts: ability,
             staging: STAGING,
             upload_staging: UPLOAD_STAGING,
             landing_deadline: None,
@@ -115,7 +128,7 @@ impl HostDevice {
             assert!(dies_at != Some(steps), "a test took the host device away");
             steps += 1;
         };
-        let (queue, landings) = worker::start(Machine::new(maths, facts.clone()), layers, "host-device", pace)?;
+        let (queue, landings, _) = worker::start(Machine::new(maths, facts.clone()), layers, "host-device", pace)?;
         Ok(Self { facts, queue, landings })
     }
 }
@@ -125,7 +138,7 @@ impl Device for HostDevice {
         &self.facts
     }
 
-    fn split(self: Box<Self>) -> Halves {
+    fn split(self: Box<Self>) -> (Box<dyn Queue>, Box<dyn Landings>) {
         (self.queue, self.landings)
     }
 }
@@ -194,6 +207,7 @@ struct HostMaths {
     moe_blocks: Vec<usize>,
     drafts: bool,
     wrong: Option<u32>,
+    given: Option<Arc<[TokenId]>>,
 }
 
 /// A slot's sequence.
@@ -220,7 +234,8 @@ impl HostMaths {
         let geometry = decoder.geometry();
         let moe_blocks = geometry.blocks_of(BlockKind::Moe).map(BlockIx::index).collect();
         let (hidden, drafts) = (geometry.hidden, options.drafts && geometry.draft);
-        Self { hidden, moe_blocks, drafts, wrong: options.wrong_drafts, decoder }
+        let (wrong, given) = (options.wrong_drafts, options.given_drafts.clone());
+        Self { hidden, moe_blocks, drafts, wrong, given, decoder }
     }
 
     /// Mamba, attention and dense blocks.
@@ -415,6 +430,11 @@ impl Maths for HostMaths {
             sequence.drafting = false;
             Vec::new()
         });
+        if let Some(given) = &self.given {
+            // `next` is the id at the state's position, the drafts come behind it.
+            let behind = given.get(sequence.state.position.index() + 1..).unwrap_or_default();
+            drafts.iter_mut().zip(behind).for_each(|(draft, given)| *draft = *given);
+        }
         if let Some(draw) = &mut self.wrong {
             for id in &mut drafts {
                 *draw = draw.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);

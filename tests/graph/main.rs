@@ -3,8 +3,6 @@
 //! `simulation`: one thread steps all actors under a simulated clock; a seed decides everything. `threaded`: the same
 //! scripts on real threads. `broken`: known ways to get the protocol wrong, each of which the simulation must catch.
 
-#![allow(clippy::print_stdout, clippy::print_stderr, reason = "figures and skips, for a reader with --nocapture")]
-
 mod host;
 mod random;
 mod scenario;

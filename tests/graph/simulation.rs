@@ -297,7 +297,8 @@ impl World {
             return true;
         }
         let Some(handle) = &seat.handle else {
-            let options = SessionOptions { eos: seat.user.eos.clone(), seed: None, drafts: seat.user.drafts };
+            let options =
+                SessionOptions { eos: seat.user.eos.clone(), seed: None, drafts: seat.user.drafts, depth: None };
             let handle = self.graph.handle.try_open(options).expect("few sessions");
             self.prompts.lock().unwrap().insert(handle.id(), seat.user.prompt.clone());
             seat.handle = Some(handle);

@@ -101,7 +101,7 @@ fn run(seed: u64) {
     .expect("threads");
     let (done, results) = unbounded();
     for (at, user) in scenario.users.iter().enumerate() {
-        let options = SessionOptions { eos: user.eos.clone(), seed: None, drafts: user.drafts };
+        let options = SessionOptions { eos: user.eos.clone(), seed: None, drafts: user.drafts, depth: None };
         let handle = running.handle().try_open(options).expect("few sessions");
         prompts.lock().unwrap().insert(handle.id(), user.prompt.clone());
         let (done, user) = (done.clone(), user.clone());
