@@ -35,7 +35,8 @@ impl<'a> Host<'a> {
         Self { case, act, pool, decoder }
     }
 
-    fn decoder(case: &Case, act: Activations, pool: Pool) -> Decoder {
+    /// The case's decoder.
+    pub(crate) fn decoder(case: &Case, act: Activations, pool: Pool) -> Decoder {
         match case.opened() {
             Some(model) => Decoder::new(Arc::clone(model), act, pool),
             None => Decoder::from_parts(case.geometry.clone(), case.rebuilt(), act, pool),

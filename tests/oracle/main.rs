@@ -11,6 +11,7 @@ mod checkpoint;
 mod common;
 #[cfg(feature = "gpu")]
 mod gpu;
+mod graph;
 mod harness;
 mod host;
 mod int8;

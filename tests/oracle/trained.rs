@@ -19,8 +19,9 @@ use riparian::model::{Model, OpenOptions, open};
 use riparian::reference::PlainDecoder;
 use riparian::reference::argmax::{Pick, argmax};
 use riparian::reference::embed::embed;
-use riparian::text::prompt::Prompter;
+use riparian::text::prompt::{Prompter, TranscriptionPrompt};
 use riparian::text::tokenizer::Tokenizer;
+use serde_json::Value;
 
 use crate::case::Case;
 use crate::common::tiny_transcribe_dir;
@@ -47,33 +48,54 @@ struct Recording {
     margins: Vec<f32>,
 }
 
-fn recordings(folder: &Path, model: &Model) -> Vec<Recording> {
+/// A model's perception and the prompt its rows stand in.
+pub(crate) struct Ears {
+    perception: Arc<Perception>,
+    pub(crate) prompt: TranscriptionPrompt,
+}
+
+impl Ears {
+    pub(crate) fn of(model: &Model) -> Self {
+        let config = AudioConfig::from_json(&model.provenance).expect("an audio config");
+        let perception = Arc::new(Perception::load(&model.container, config).expect("perception"));
+        let tokenizer = Tokenizer::from_bytes(model.tokenizer().expect("a tokenizer")).expect("a tokenizer");
+        let prompt = Prompter::new(tokenizer, &model.provenance).transcription(None).expect("a prompt");
+        Self { perception, prompt }
+    }
+
+    /// Rows of a recording.
+    pub(crate) fn hear(&self, wav: &Path) -> Vec<f32> {
+        let samples = read_file(wav).expect("a recording").samples;
+        let mut encoding = self.perception.encode(&samples, false).expect("samples");
+        let mut rows = Vec::new();
+        while let Step::Rows(chunk) = encoding.step(&|| false) {
+            rows.extend(chunk.rows);
+        }
+        rows
+    }
+}
+
+/// The golden recordings: paths below the folder, ids, margins.
+pub(crate) fn golden(folder: &Path) -> Vec<(String, Vec<TokenId>, Vec<f32>)> {
     let text = std::fs::read_to_string(folder.join("golden.json")).expect("golden.json");
     let golden = parse_json(&text).expect("JSON");
-    let config = AudioConfig::from_json(&model.provenance).expect("an audio config");
-    let perception = Arc::new(Perception::load(&model.container, config).expect("perception"));
-    let tokenizer = Tokenizer::from_bytes(model.tokenizer().expect("a tokenizer")).expect("a tokenizer");
-    let prompt = Prompter::new(tokenizer, &model.provenance).transcription(None).expect("a prompt");
-    let list = golden["utterances"].as_array().expect("utterances").iter();
-    list.map(|utterance| {
-        let name = utterance["wav"].as_str().expect("a path").to_owned();
-        let samples = read_file(&folder.join(&name)).expect("a recording").samples;
-        let mut encoding = perception.encode(&samples, false).expect("samples");
-        let mut audio = Vec::new();
-        while let Step::Rows(chunk) = encoding.step(&|| false) {
-            audio.extend(chunk.rows);
-        }
+    let of = |utterance: &Value| {
         let list = |key: &str| utterance[key].as_array().expect("a list").iter();
-        Recording {
-            name,
-            before: prompt.before.clone(),
-            audio,
-            after: prompt.after.clone(),
-            ids: list("ids").map(|id| TokenId(id.as_u64().expect("an id") as u32)).collect(),
-            margins: list("margins").map(|m| m.as_f64().expect("a margin") as f32).collect(),
-        }
-    })
-    .collect()
+        let ids = list("ids").map(|id| TokenId(id.as_u64().expect("an id") as u32)).collect();
+        let margins = list("margins").map(|m| m.as_f64().expect("a margin") as f32).collect();
+        (utterance["wav"].as_str().expect("a path").to_owned(), ids, margins)
+    };
+    golden["utterances"].as_array().expect("utterances").iter().map(of).collect()
+}
+
+fn recordings(folder: &Path, model: &Model) -> Vec<Recording> {
+    let ears = Ears::of(model);
+    let of = |(name, ids, margins): (String, _, _)| {
+        let (before, after) = (ears.prompt.before.clone(), ears.prompt.after.clone());
+        let audio = ears.hear(&folder.join(&name));
+        Recording { name, before, audio, after, ids, margins }
+    };
+    golden(folder).into_iter().map(of).collect()
 }
 
 impl Recording {
