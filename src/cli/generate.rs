@@ -10,6 +10,7 @@ use riparian::runtime::{Options, Runtime, Session};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Map, Value};
 
+use super::record::Recorder;
 use super::stream::{Interrupt, follow};
 use super::terminal::Terminal;
 use super::transcribe::Format;
@@ -51,6 +52,9 @@ pub(crate) struct Generate {
     /// How the result is written
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
+    /// Write which experts each position was routed to (docs/partial-banks.md)
+    #[arg(long, value_name = "FILE")]
+    record_routes: Option<PathBuf>,
     /// Tell on stderr how long it took and what happened
     #[arg(long)]
     stats: bool,
@@ -59,6 +63,7 @@ pub(crate) struct Generate {
 impl Generate {
     pub(crate) fn run(self, global: &Global, terminal: &mut Terminal) -> Outcome {
         let knobs = global.knobs()?;
+        let heeded = knobs.clone();
         super::block_on(async {
             let mut interrupt = Interrupt::listen();
             let Some(runtime) = interrupt.or(load(&self.model, knobs, terminal)).await else { return Ok(INTERRUPTED) };
@@ -66,6 +71,7 @@ impl Generate {
             let options = Options {
                 max_new_tokens: self.max_new_tokens.map(|n| n as usize),
                 eos: self.ignore_eos.then(Vec::new),
+                keep_rows: self.record_routes.is_some(),
             };
             let begun = async {
                 let mut session = runtime.session(options).await.map_err(anyhow::Error::from)?;
@@ -84,6 +90,11 @@ impl Generate {
             terminal.line(line).map_err(anyhow::Error::from)?;
             if self.stats {
                 terminal.note(ended.summary(runtime.device()));
+            }
+            if let Some(path) = &self.record_routes {
+                let mut recorder = Recorder::create(path, runtime.model(), &heeded)?;
+                recorder.record(tokens.prompt_rows(), tokens.ids())?;
+                recorder.finish()?;
             }
             runtime.shutdown().await;
             match ended.error {

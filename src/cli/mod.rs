@@ -4,11 +4,14 @@
 //! when all went well, 1 when something failed, 2 when the command could not
 //! be understood (clap's own, and knobs that are not accepted).
 
+mod bench;
+mod calibrate;
 mod convert;
 mod doctor;
 mod generate;
 mod info;
 mod progress;
+mod record;
 mod stream;
 mod synth;
 mod terminal;
@@ -70,6 +73,10 @@ enum Command {
     Convert(convert::Convert),
     /// What a model file holds and what a device would need for it
     Info(info::Info),
+    /// Prefill and decode rates of this machine
+    Bench(bench::Bench),
+    /// Which experts some recordings use, for partial banks
+    Calibrate(calibrate::Calibrate),
     /// A model of any geometry without weights, for benchmarks
     Synth(synth::Synth),
     /// Every hash of a model file
@@ -79,7 +86,7 @@ enum Command {
 }
 
 /// Flags of every command. Each knob has its environment variable; these override it.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Options of every command")]
 pub(crate) struct Global {
     /// Where to decode: auto, cpu, backend:index (vulkan:0) or a part of an adapter's name
@@ -199,6 +206,8 @@ pub(crate) fn run() -> ExitCode {
             Command::Generate(command) => command.run(&global, &mut terminal),
             Command::Convert(command) => command.run(&global, &mut terminal),
             Command::Info(command) => command.run(&global, &mut terminal),
+            Command::Bench(command) => command.run(&global, &mut terminal),
+            Command::Calibrate(command) => command.run(&global, &mut terminal),
             Command::Synth(command) => command.run(&global, &mut terminal),
             Command::Verify(command) => command.run(&global, &mut terminal),
             Command::Doctor(command) => command.run(&global, &mut terminal),

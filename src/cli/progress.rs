@@ -27,3 +27,10 @@ fn begin(terminal: &Terminal, what: &str, template: &str) -> ProgressBar {
     bar.enable_steady_tick(Duration::from_millis(120));
     bar
 }
+
+/// Things done of a known number.
+pub(crate) fn count(terminal: &Terminal, what: &str, all: u64) -> ProgressBar {
+    let bar = begin(terminal, what, "{msg:12} {wide_bar:.cyan/blue} {pos:>6} of {len:6} {eta:>4}");
+    bar.set_length(all);
+    bar
+}

@@ -11,6 +11,7 @@ use riparian::runtime::{Error, Options, Runtime, Transcription, TranscriptionOpt
 use riparian::text::transcript::{Transcript, Word};
 use serde_json::{Value, json};
 
+use super::record::Recorder;
 use super::stream::{Ended, Interrupt, follow, seconds};
 use super::terminal::Terminal;
 use super::{FAILURE, Failure, Global, INTERRUPTED, Outcome, SUCCESS, bundled, load, progress};
@@ -58,6 +59,9 @@ pub(crate) struct Transcribe {
     /// Add the times of the words
     #[arg(long)]
     timestamps: bool,
+    /// Write which experts each position was routed to (docs/partial-banks.md)
+    #[arg(long, value_name = "FILE")]
+    record_routes: Option<PathBuf>,
     /// Tell on stderr how long it took and what happened
     #[arg(long)]
     stats: bool,
@@ -67,14 +71,19 @@ impl Transcribe {
     pub(crate) fn run(self, global: &Global, terminal: &mut Terminal) -> Outcome {
         let knobs = global.knobs()?;
         let (model, recordings) = self.inputs()?;
+        let heeded = knobs.clone();
         super::block_on(async {
             let mut interrupt = Interrupt::listen();
             let Some(runtime) = interrupt.or(load(&model, knobs, terminal)).await else { return Ok(INTERRUPTED) };
             let runtime = runtime?;
+            let mut recorder = match &self.record_routes {
+                Some(path) => Some(Recorder::create(path, runtime.model(), &heeded)?),
+                None => None,
+            };
             let several = recordings.len() > 1;
             let mut code = SUCCESS;
             for recording in &recordings {
-                match self.one(&runtime, recording, several, terminal, &mut interrupt).await {
+                match self.one(&runtime, recording, several, terminal, &mut interrupt, recorder.as_mut()).await {
                     Ok(ended) => {
                         if ended.is_some_and(|ended| ended.error.is_some()) {
                             code = FAILURE;
@@ -97,6 +106,9 @@ impl Transcribe {
                     code = INTERRUPTED;
                     break;
                 }
+            }
+            if let Some(recorder) = recorder {
+                recorder.finish()?;
             }
             runtime.shutdown().await;
             Ok(code)
@@ -126,7 +138,11 @@ impl Transcribe {
 
     fn options(&self) -> TranscriptionOptions {
         TranscriptionOptions {
-            session: Options { max_new_tokens: self.max_new_tokens.map(|n| n as usize), ..Options::default() },
+            session: Options {
+                max_new_tokens: self.max_new_tokens.map(|n| n as usize),
+                keep_rows: self.record_routes.is_some(),
+                ..Options::default()
+            },
             prompt: self.prompt.clone(),
             words: self.timestamps,
         }
@@ -140,6 +156,7 @@ impl Transcribe {
         several: bool,
         terminal: &Terminal,
         interrupt: &mut Interrupt,
+        recorder: Option<&mut Recorder>,
     ) -> Result<Option<Ended>, Failure> {
         let in_file = |error: Error| Failure::from(error).about(path);
         let recording = read_file(path).map_err(anyhow::Error::from)?;
@@ -183,6 +200,10 @@ impl Transcribe {
         }
         if self.stats {
             terminal.note(ended.summary(runtime.device()));
+        }
+        if let Some(recorder) = recorder {
+            let tokens = transcription.tokens();
+            recorder.record(tokens.prompt_rows(), tokens.ids())?;
         }
         if let Some(error) = &ended.error {
             terminal.error(&Failure::from(error.clone()).about(path).error);

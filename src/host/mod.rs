@@ -15,6 +15,7 @@ mod mlp;
 mod moe;
 mod norm;
 mod pool;
+mod routes;
 mod sequence;
 
 pub use decoder::{Decoder, NotFinite, Observer, Place, Snapshots};
@@ -24,4 +25,5 @@ pub use isa::{Isa, IsaError};
 pub use kernels::{matmul, regions_run, row};
 pub use moe::{ExpertRows, Routes};
 pub use pool::{Pool, physical_cores};
+pub use routes::routes_of;
 pub use sequence::{HostSequence, Round, SequenceError};

@@ -12,6 +12,7 @@ pub mod import;
 pub mod layout;
 pub mod mmap;
 pub mod open;
+pub mod popularity;
 pub mod quant;
 pub mod state;
 pub mod summary;

@@ -10,6 +10,7 @@ use super::container::{Container, ContainerError, Tensor};
 use super::geometry::{BlockKind, Geometry};
 use super::layout::{self, Kind};
 use super::mmap::Access;
+use super::popularity;
 use super::tensors::{Codec, Matrix};
 use super::weights::{
     AttentionWeights, Block, DecoderWeights, DraftWeights, MambaWeights, Mixer, MlpWeights, MoeWeights,
@@ -114,13 +115,16 @@ impl Model {
     }
 }
 
-/// Opens a file (given one shard, all of them) and checks it against its config.
+/// Opens a file (given one shard, all of them) and checks it against its config. Popularity of experts that was
+/// observed and lies beside the file goes before the file's own ([`popularity`]).
 ///
 /// # Errors
 ///
 /// See [`ModelError`].
 pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<Model>, ModelError> {
-    let model = from_container(Container::open(path, options.access)?)?;
+    let container = Container::open(path, options.access)?;
+    let observed = popularity::read(path, &container).map_err(ModelError::ExpertHot)?;
+    let model = with_popularity(container, observed)?;
     tracing::info!(path = %path.display(), tensors = model.container.tensors().len(), draft = model.geometry.draft, "opened");
     Ok(model)
 }
@@ -131,13 +135,18 @@ pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<Model>, ModelError
 ///
 /// See [`ModelError`].
 pub fn from_container(container: Container) -> Result<Arc<Model>, ModelError> {
+    with_popularity(container, None)
+}
+
+/// With lists of hot experts that go before the file's own, as in its header.
+fn with_popularity(container: Container, observed: Option<Value>) -> Result<Arc<Model>, ModelError> {
     let config = text_config(&container)?;
     check(&container, &config)?;
     let provenance = container.header()["provenance"]["nemotron_transcribe"].clone();
     let decoder = Weights { container: &container, config: &config }.decoder();
     let audio_token = token_ids(&provenance, "audio_token_id")?.first().copied();
     let eos = end_ids(&container, &provenance, &config)?;
-    let expert_hot = expert_hot(&provenance, &config.geometry)?;
+    let expert_hot = expert_hot(observed.as_ref().or_else(|| provenance.get("expert_hot")), &config.geometry)?;
     Ok(Arc::new(Model { geometry: config.geometry, decoder, container, eos, expert_hot, audio_token, provenance }))
 }
 
@@ -207,8 +216,8 @@ fn end_of_turn(tokenizer: &[u8]) -> Result<Option<TokenId>, ModelError> {
 }
 
 /// The file's lists, each completed by the experts it leaves out, in order of their numbers.
-fn expert_hot(provenance: &Value, geometry: &Geometry) -> Result<Vec<Vec<ExpertIx>>, ModelError> {
-    let Some(lists) = provenance.get("expert_hot").filter(|lists| !lists.is_null()) else { return Ok(Vec::new()) };
+fn expert_hot(lists: Option<&Value>, geometry: &Geometry) -> Result<Vec<Vec<ExpertIx>>, ModelError> {
+    let Some(lists) = lists.filter(|lists| !lists.is_null()) else { return Ok(Vec::new()) };
     let fail = |what: String| ModelError::ExpertHot(what);
     let lists = lists.as_array().ok_or_else(|| fail("not a list".into()))?;
     let (layers, experts) = (geometry.decoder_layers(), geometry.moe.map_or(0, |moe| moe.experts));

@@ -3,4 +3,6 @@
 pub mod admission;
 pub mod ahead;
 pub mod drafts;
+pub mod replay;
+pub mod routes;
 pub mod serve;

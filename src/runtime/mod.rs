@@ -111,7 +111,7 @@ impl Runtime {
         let eos: Arc<[TokenId]> = options.eos.map_or_else(|| shared.model.eos.as_slice().into(), Into::into);
         let wanted = SessionOptions { eos: Arc::clone(&eos), ..SessionOptions::default() };
         let handle = shared.sessions.open(wanted).await?;
-        Ok(Session::new(shared, handle, eos, options.max_new_tokens))
+        Ok(Session::new(shared, handle, eos, options.max_new_tokens, options.keep_rows))
     }
 
     /// The model.
@@ -124,6 +124,12 @@ impl Runtime {
     #[must_use]
     pub fn device(&self) -> &str {
         &self.shared.facts.name
+    }
+
+    /// What kind of device decodes.
+    #[must_use]
+    pub fn device_kind(&self) -> crate::device::DeviceKind {
+        self.shared.facts.kind
     }
 
     /// Floats of a row.

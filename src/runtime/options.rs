@@ -12,6 +12,8 @@ pub struct Options {
     pub max_new_tokens: Option<usize>,
     /// Ids that end the text; the model's own by default. An empty list never ends it.
     pub eos: Option<Vec<TokenId>>,
+    /// Whether the prompt's rows are kept for [`Tokens::prompt_rows`](super::Tokens::prompt_rows).
+    pub keep_rows: bool,
 }
 
 /// One token as it leaves a session.

@@ -16,6 +16,8 @@ pub struct Session {
     handle: SessionHandle,
     eos: Arc<[TokenId]>,
     max_new_tokens: Option<usize>,
+    /// Rows fed so far, where they are wanted afterwards.
+    kept: Option<Vec<f32>>,
     pub(super) stats: Stats,
 }
 
@@ -25,10 +27,12 @@ impl Session {
         handle: SessionHandle,
         eos: Arc<[TokenId]>,
         max_new_tokens: Option<usize>,
+        keep_rows: bool,
     ) -> Self {
         let mut stats = Stats::default();
         stats.bank.slots = shared.places();
-        Self { shared, handle, eos, max_new_tokens, stats }
+        let kept = keep_rows.then(Vec::new);
+        Self { shared, handle, eos, max_new_tokens, kept, stats }
     }
 
     /// Its number, as in spans.
@@ -53,6 +57,9 @@ impl Session {
         }
         if rows.is_empty() {
             return Ok(());
+        }
+        if let Some(kept) = &mut self.kept {
+            kept.extend_from_slice(&rows);
         }
         if rows.len() <= FEED_ROWS * hidden || !rows.len().is_multiple_of(hidden) {
             return Ok(self.handle.feed(rows).await?);
@@ -79,9 +86,9 @@ impl Session {
     /// A session that nothing was fed to ends with an error in the stream.
     #[must_use = "dropping the stream cancels the session"]
     pub fn decode(self) -> Tokens {
-        let Self { shared, handle, eos, max_new_tokens, stats } = self;
+        let Self { shared, handle, eos, max_new_tokens, kept, stats } = self;
         // A submitter that is gone closes the events too, which the stream reports.
         let _ = handle.decode(max_new_tokens);
-        Tokens::new(shared, handle, eos, max_new_tokens, stats)
+        Tokens::new(shared, handle, eos, max_new_tokens, kept.unwrap_or_default(), stats)
     }
 }

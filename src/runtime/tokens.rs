@@ -26,6 +26,8 @@ pub struct Tokens {
     eos: Arc<[TokenId]>,
     /// What the caller bounded the length by.
     max_new_tokens: Option<usize>,
+    /// `[n, hidden]`; empty unless they were to be kept.
+    prompt_rows: Vec<f32>,
     ids: Vec<TokenId>,
     text: String,
     stats: Stats,
@@ -46,11 +48,12 @@ impl Tokens {
         handle: SessionHandle,
         eos: Arc<[TokenId]>,
         max_new_tokens: Option<usize>,
+        prompt_rows: Vec<f32>,
         stats: Stats,
     ) -> Self {
         let pieces = shared.prompter.as_ref().map(|prompter| prompter.tokenizer().stream());
         let (ids, text) = (Vec::new(), String::new());
-        Self { shared, handle, pieces, eos, max_new_tokens, ids, text, stats, end: End::Running }
+        Self { shared, handle, pieces, eos, max_new_tokens, prompt_rows, ids, text, stats, end: End::Running }
     }
 
     /// The next token; `None` after the last.
@@ -82,6 +85,12 @@ impl Tokens {
     #[must_use]
     pub fn ids(&self) -> &[TokenId] {
         &self.ids
+    }
+
+    /// The prompt's rows `[n, hidden]` where [`Options::keep_rows`](super::Options::keep_rows) asked for them, else none.
+    #[must_use]
+    pub fn prompt_rows(&self) -> &[f32] {
+        &self.prompt_rows
     }
 
     /// The text of the ids taken so far.

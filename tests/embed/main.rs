@@ -77,7 +77,7 @@ async fn decode(runtime: &Runtime, rows: &[f32], each: usize, options: Options) 
 
 /// Goes on until `max_new_tokens`, whatever the model says.
 fn endless(max_new_tokens: usize) -> Options {
-    Options { max_new_tokens: Some(max_new_tokens), eos: Some(Vec::new()) }
+    Options { max_new_tokens: Some(max_new_tokens), eos: Some(Vec::new()), ..Options::default() }
 }
 
 #[tokio::test]
