@@ -12,7 +12,8 @@
 //!
 //! Speeds are predictions by the constants of `StepCosts`, measured on one H200 with the 30B model (52 blocks, 23 layers
 //! of experts). They tell policies apart, not machines. For a trace of fewer layers they are those of a model that has no
-//! more; `--layers N` scales the layers' part of a step up to N layers of the same kind.
+//! more; `--layers N` takes the trace for a part of N layers of the same kind: the layers' time and counts are scaled up,
+//! and uploads, which all layers share, are paid for accordingly more slowly.
 
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program for people")]
 
@@ -110,6 +111,7 @@ fn run(wanted: &Wanted) -> Result<(), String> {
             "prefill m",
             "tok/s"
         );
+        let scale = wanted.layers.map_or(1.0, |layers| layers as f64 / of.layers as f64);
         for places in budgets(wanted, &routes) {
             for &flight in &wanted.flights {
                 for (policy, name) in POLICIES {
@@ -118,12 +120,12 @@ fn run(wanted: &Wanted) -> Result<(), String> {
                     for &admit in admits {
                         let admission = policy.map(|policy| AdmissionOptions {
                             policy,
-                            positions_per_upload: admit,
+                            positions_per_upload: (f64::from(admit) * scale).round() as u32,
                             ..AdmissionOptions::default()
                         });
                         let options = ReplayOptions { admission, flight, ..ReplayOptions::default() };
                         let seen = replay(&routes, &residents(of, places), &options, &StepCosts::default());
-                        row(&routes, places, flight, admit, name, &seen, wanted.layers);
+                        row(&routes, [places, flight, admit as usize], name, &seen, scale);
                     }
                 }
             }
@@ -152,9 +154,8 @@ fn budgets(wanted: &Wanted, routes: &Routes) -> Vec<usize> {
     places
 }
 
-fn row(routes: &Routes, places: usize, flight: usize, admit: u32, name: &str, seen: &Replayed, layers: Option<usize>) {
+fn row(routes: &Routes, [places, flight, admit]: [usize; 3], name: &str, seen: &Replayed, scale: f64) {
     let of = &routes.of;
-    let scale = layers.map_or(1.0, |layers| layers as f64 / of.layers as f64);
     let head = StepCosts::default().head_us * seen.positions as f64;
     let time_us = head + (seen.time_us - head) * scale;
     println!(

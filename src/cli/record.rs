@@ -1,5 +1,7 @@
 //! `--record-routes`: which experts each position was routed to, into a file.
 
+use std::ffi::OsString;
+use std::fs::{self, File};
 use std::io::{BufWriter, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,14 +13,15 @@ use riparian::knobs::Knobs;
 use riparian::model::Model;
 use riparian::model::weights::Mixer;
 use riparian::policy::routes::{RoutedText, RoutesOf};
-use tempfile::NamedTempFile;
 
 /// A routing trace being written; it appears when it is finished.
 pub(crate) struct Recorder {
     decoder: Decoder,
     of: RoutesOf,
     path: PathBuf,
-    out: BufWriter<NamedTempFile>,
+    /// Where it grows until it is whole.
+    partial: PathBuf,
+    out: BufWriter<File>,
 }
 
 /// A decoder that finds routes out on the host, in the arithmetic the knobs ask for.
@@ -48,11 +51,14 @@ pub(crate) fn routes_from(model: &Model) -> anyhow::Result<RoutesOf> {
 impl Recorder {
     pub(crate) fn create(path: &Path, model: &Arc<Model>, knobs: &Knobs) -> anyhow::Result<Self> {
         let of = routes_from(model)?;
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let file = NamedTempFile::new_in(folder).with_context(|| format!("cannot write {}", path.display()))?;
-        let mut out = BufWriter::new(file);
-        of.write(&mut out)?;
-        Ok(Self { decoder: decoder(model, knobs), of, path: path.to_owned(), out })
+        let mut partial = OsString::from(path);
+        partial.push(".partial");
+        let partial = PathBuf::from(partial);
+        let file = File::create(&partial).with_context(|| format!("cannot write {}", partial.display()))?;
+        let mut recorder =
+            Self { decoder: decoder(model, knobs), of, path: path.to_owned(), partial, out: BufWriter::new(file) };
+        recorder.of.write(&mut recorder.out)?;
+        Ok(recorder)
     }
 
     /// Adds a text: its prompt's rows `[n, hidden]` and what was decoded behind them.
@@ -65,8 +71,13 @@ impl Recorder {
 
     pub(crate) fn finish(mut self) -> anyhow::Result<()> {
         self.out.flush()?;
-        let file = self.out.into_inner().map_err(std::io::IntoInnerError::into_error)?;
-        file.persist(&self.path).with_context(|| format!("cannot write {}", self.path.display()))?;
-        Ok(())
+        fs::rename(&self.partial, &self.path).with_context(|| format!("cannot write {}", self.path.display()))
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        // Finished, it has another name; given up, it is of use to nobody.
+        let _ = fs::remove_file(&self.partial);
     }
 }

@@ -15,6 +15,7 @@
 //! block, most used first.
 
 use std::ffi::OsString;
+use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
@@ -57,12 +58,17 @@ pub fn write(path: &Path, container: &Container, positions: usize, hot: &[Vec<Ex
         "format": FORMAT, "version": VERSION, "model": identity(container), "positions": positions,
         "expert_hot": lists,
     });
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut file = tempfile::NamedTempFile::new_in(folder)?;
-    writeln!(file, "{value}")?;
-    file.as_file().sync_all()?;
-    file.persist(path)?;
-    Ok(())
+    let mut partial = OsString::from(path);
+    partial.push(".partial");
+    let partial = PathBuf::from(partial);
+    let write = || {
+        let mut file = File::create(&partial)?;
+        writeln!(file, "{value}")?;
+        file.sync_all()?;
+        fs::rename(&partial, path)
+    };
+    // What could not be finished is of use to nobody.
+    write().inspect_err(|_| drop(fs::remove_file(&partial)))
 }
 
 /// The lists in a model's side file, as JSON; `None` without one, or where it is another model's.
