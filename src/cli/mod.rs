@@ -78,7 +78,7 @@ enum Command {
     /// Which experts some recordings use, for partial banks
     Calibrate(calibrate::Calibrate),
     /// A model of any geometry without weights, for benchmarks
-    Synth(synth::Synth),
+    Synth(Box<synth::Synth>),
     /// Every hash of a model file
     Verify(verify::Verify),
     /// What this machine offers, and every knob with its value and source

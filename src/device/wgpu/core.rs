@@ -84,7 +84,7 @@ pub struct Bound {
     pub take: Vec<wgpu::BindGroup>,
     /// For [`Core::step`], over the last row of a pass.
     pub last: Vec<wgpu::BindGroup>,
-    /// For [`Core::pass`] and [`Core::tail`].
+    /// For [`Core::pass`], its whole passes and its tail.
     pub pass: [Vec<wgpu::BindGroup>; 2],
 }
 
