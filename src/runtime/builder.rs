@@ -16,7 +16,7 @@ use crate::audio::perception::Perception;
 use crate::device::host::{HostCompanion, HostDevice, HostOptions};
 use crate::device::{Companion, Device, DeviceError};
 use crate::host::{Decoder, DraftConventions, Pool, physical_cores};
-use crate::knobs::{DeviceChoice, Knobs, Prefill};
+use crate::knobs::{DeviceChoice, Knobs};
 use crate::model::Model;
 use crate::model::mmap::Access;
 use crate::model::weights::{Mixer, MoeWeights};
@@ -264,7 +264,7 @@ fn open_gpu(
     if !residency.is_full() {
         return unfit("its banks hold all experts, and CMF_NEMO_EXPERT_GB asks for fewer");
     }
-    if knobs.prefill == Prefill::Host {
+    if knobs.prefill == crate::knobs::Prefill::Host {
         return unfit("it prefills by itself, and CMF_NEMO_PREFILL asks for the host");
     }
     let context = found.open(None, knobs.coop)?;
