@@ -18,7 +18,8 @@ struct Params {
     weights_at: u32,
     norm_topk: u32,
     scale: f32,
-    pad: u32,
+    // word in `routes` where the layer's counts begin, with partial banks
+    counts: u32,
 }
 
 @group(0) @binding(2) var<uniform> params: Params;
@@ -46,6 +47,7 @@ fn main(ids: Ids) {
         for (var r = 0u; r < ROWS; r++) {
             routes[to + 3u + r] = chosen_at[u * ROWS + r];
         }
+        count_choice(u);
     }
     if (thread(ids) == 0u) {
         routes[at] = union_count;

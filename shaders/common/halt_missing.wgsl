@@ -10,3 +10,8 @@ fn halt_missing() {
         control.stop = STOP_MISS;
     }
 }
+
+// Counts entry u of the union among what the flight chose.
+fn count_choice(u: u32) {
+    routes[params.counts + chosen[u]] += countOneBits(chosen_by[u]);
+}

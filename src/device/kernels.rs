@@ -88,6 +88,8 @@ kernels! {
     PREFILL_MATMAT_COOP "prefill_matmat_coop" [Uniform Read Uniform Read Read Read Read Read Write] twins ["matvec"];
     /// Experts of each row of a pass.
     PREFILL_ROUTE "prefill_route" [Uniform Read Uniform Read Read Read Write] twins ["router"];
+    /// What a pass's rows chose.
+    PREFILL_COUNT "prefill_count" [Uniform Read Uniform Read Write] twins [];
     /// A pass's picks by expert.
     PREFILL_SORT "prefill_sort" [Uniform Write Uniform Read Write] twins ["router"];
     /// The closing sum of an MoE layer over a pass.
@@ -108,6 +110,16 @@ kernels! {
     PREFILL_ATTENTION "prefill_attention" [Uniform Read Uniform Read Read Write] twins ["attention"];
     /// The last row of a pass alone.
     PREFILL_LAST "prefill_last" [Uniform Read Read Write] twins [];
+    /// The closing sum of a step, with what the host made.
+    RESUME_STEP "resume_step" [Uniform Read Read Read Read Read Write] twins ["moe_sum"];
+    /// What the host made for a pass.
+    RESUME_PASS "resume_pass" [Uniform Read Read Read Write] twins [];
+    /// The end of a miss.
+    CURE "cure" [Uniform Write Read] twins [];
+    /// One missing expert of a step, from its new place.
+    FILL_STEP "fill_step" [Uniform Read Read Write] twins [];
+    /// One missing expert of a pass, from its new place.
+    FILL_PASS "fill_pass" [Uniform Read Read Read Write] twins [];
     /// The step's id and its embedding.
     PICK_EMBED "pick_embed" [Uniform Write Uniform Read Read Read Write Write] twins ["argmax" "embed"];
 }
@@ -313,7 +325,7 @@ impl Kernel {
         let input = choice.format.encoding(choice.int8);
         let mut commons = vec![choice.team.common(), "guard"];
         commons.push(match self.name {
-            "pick_embed" => "guard_write",
+            "pick_embed" | "cure" => "guard_write",
             "route" if !choice.full => "guard_write",
             _ => "guard_read",
         });
@@ -355,6 +367,9 @@ impl Kernel {
                 commons.extend(choice.format.codec(input));
             }
             "pick_embed" => commons.extend(["sixteen", "none", "vectors", choice.format.embed()]),
+            "resume_step" | "resume_pass" | "cure" => commons.push("own_miss"),
+            "fill_step" => commons.extend(["none", rows, "routes"]),
+            "fill_pass" => commons.push("none"),
             "attn_split" | "attn_merge" | "take_rows" => {}
             name => panic!("{name} has no variants"),
         }

@@ -174,8 +174,8 @@ params! {
         norm_topk: u32,
         /// Routed scale.
         scale: f32,
-        /// Unused.
-        pad: u32,
+        /// Word in `routes` where the layer's counts begin.
+        counts: u32,
     }
 }
 
@@ -464,6 +464,20 @@ params! {
 }
 
 params! {
+    /// `prefill_count.wgsl`
+    PassCount: "prefill_count" "Params" {
+        /// Word in `counts`.
+        at: u32,
+        /// Unused.
+        pad_a: u32,
+        /// Unused.
+        pad_b: u32,
+        /// Unused.
+        pad_c: u32,
+    }
+}
+
+params! {
     /// `prefill_sort.wgsl`
     PassSort: "prefill_sort" "Params" {
         /// MoE layer.
@@ -603,6 +617,7 @@ mod tests {
         compare_pass::<EncodeGate>(Source::Gate);
         compare_pass::<Matmat>(Source::Rows);
         compare_pass::<PassRoute>(Source::Rows);
+        compare_pass::<PassCount>(Source::Rows);
         compare_pass::<PassSort>(Source::Rows);
         compare_pass::<PassSum>(Source::Rows);
         compare_pass::<PassConv>(Source::Rows);

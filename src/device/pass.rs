@@ -130,6 +130,7 @@ impl Kernel {
                 });
             }
             "prefill_route" => commons.extend(["team_none", "guard", "guard_read", "rows_1", "choose"]),
+            "prefill_count" => commons.extend(["team_none", "guard", "guard_read"]),
             "prefill_sort" => commons.extend(["team_none", "guard", "guard_write"]),
             "prefill_sum" | "prefill_conv" | "prefill_ring" | "prefill_ssd_steps" | "prefill_ssd_pass"
             | "prefill_last" => commons.extend(["team_none", "guard", "guard_read"]),

@@ -13,6 +13,12 @@ pub enum Name {
     Flight,
     /// The same for the last row alone of a wide pass.
     FlightLast,
+    /// The stop that a cure is for, as the flight that met it.
+    FlightCure,
+    /// What a cure or a fill is about.
+    Cure,
+    /// What the host made of missing experts.
+    Completed,
     /// The slot's own words.
     Control,
     /// A block's weights.

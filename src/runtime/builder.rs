@@ -132,8 +132,8 @@ impl Parts {
         let prompter = tokenizer.map(|tokenizer| Prompter::new(tokenizer, &model.provenance));
         let aligner = model.alignment_tokenizer().map(|text| Tokenizer::from_bytes(text.as_bytes())).transpose()?;
         let perception = Perception::open(model)?.map(Arc::new);
-        let (host, residency) = (Host::new(model, knobs), residency(model, knobs));
-        let (device, fallback, warm) = match gpu(model, knobs, &residency, &mut on_progress)? {
+        let (host, residency) = (Host::new(model, knobs), residency(model, knobs, expert_bytes));
+        let (device, fallback, warm) = match gpu(model, knobs, &mut on_progress)? {
             Some(gpu) => (gpu, Some(host.fallback()), None),
             None => {
                 warn_of_unheeded(knobs);
@@ -184,8 +184,8 @@ impl Host {
     }
 }
 
-/// Who is resident in the banks of the decoder. The draft layer's bank is always full.
-fn residency(model: &Model, knobs: &Knobs) -> Residency {
+/// Who is resident in the banks of the decoder, a place of a layer taking `bytes`. The draft layer's bank is always full.
+fn residency(model: &Model, knobs: &Knobs, bytes: impl Fn(&MoeWeights) -> u64) -> Residency {
     let decoder = model.decoder.blocks.iter().filter_map(|block| match &block.mixer {
         Mixer::Moe(moe) => Some(&**moe),
         _ => None,
@@ -194,7 +194,7 @@ fn residency(model: &Model, knobs: &Knobs) -> Residency {
         .map(|(layer, moe)| LayerFacts {
             experts: moe.experts.len(),
             top_k: model.geometry.moe.map_or(0, |moe| moe.top_k),
-            expert_bytes: expert_bytes(moe),
+            expert_bytes: bytes(moe),
             hot: model.expert_hot.get(layer).map_or(&[], Vec::as_slice),
         })
         .collect();
@@ -227,13 +227,12 @@ fn warn_of_unheeded(knobs: &Knobs) {
 fn gpu(
     model: &Arc<Model>,
     knobs: &Knobs,
-    residency: &Residency,
     on_progress: &mut loader::OnProgress,
 ) -> Result<Option<Box<dyn Device>>, DeviceError> {
     if !knobs.frame || knobs.device == DeviceChoice::Cpu {
         return Ok(None);
     }
-    match open_gpu(model, knobs, residency, on_progress) {
+    match open_gpu(model, knobs, on_progress) {
         Ok(device) => Ok(Some(device)),
         Err(why) if knobs.device == DeviceChoice::Auto => {
             info!(%why, "the host decodes");
@@ -255,15 +254,12 @@ const GPU_PASS_ROWS: usize = 64;
 fn open_gpu(
     model: &Arc<Model>,
     knobs: &Knobs,
-    residency: &Residency,
     on_progress: &mut loader::OnProgress,
 ) -> Result<Box<dyn Device>, DeviceError> {
-    use crate::device::wgpu::{Gpu, Setup, find};
+    use crate::device::wgpu::{Gpu, Setup, find, weights};
     let unfit = |why: &str| Err(DeviceError::Unfit { why: why.into() });
     let found = find(&knobs.device)?;
-    if !residency.is_full() {
-        return unfit("its banks hold all experts, and CMF_NEMO_EXPERT_GB asks for fewer");
-    }
+    let found_name = found.info().name;
     if knobs.prefill == crate::knobs::Prefill::Host {
         return unfit("it prefills by itself, and CMF_NEMO_PREFILL asks for the host");
     }
@@ -277,8 +273,22 @@ fn open_gpu(
         window_bytes: u64::from(knobs.staging_mb) * 1_000_000,
         keep_logits: false,
     };
+    // an expert takes a little more than in the file; what it cannot lay out, opening refuses with its reason
+    let place_bytes = |moe: &MoeWeights| weights::place_of(moe).map_or_else(|_| expert_bytes(moe), |place| place.bytes);
+    let residency = residency(model, knobs, place_bytes);
+    let experts: usize = residency.banks.iter().map(|bank| bank.experts).sum();
+    info!(
+        device = found_name,
+        experts_on_device = residency.places(),
+        experts,
+        gigabytes = residency.bytes() as f64 / 1e9,
+        budget = knobs.expert_gb.map_or_else(|| "all".to_owned(), |gb| format!("{gb} GB")),
+        "the device decodes; the host completes what its banks lack"
+    );
+    let residents: Vec<_> = residency.banks.iter().map(|bank| bank.residents.clone()).collect();
     let mut progress = |done_bytes, total_bytes| on_progress(LoadProgress { done_bytes, total_bytes });
-    Ok(Box::new(Gpu::open(context, &model.geometry, &model.decoder, &setup, &mut progress)?))
+    let (geometry, decoder) = (&model.geometry, &model.decoder);
+    Ok(Box::new(Gpu::open_partial(context, geometry, decoder, &setup, Some(&residents), &mut progress)?))
 }
 
 /// Without the `gpu` feature there is the host alone.
@@ -286,7 +296,6 @@ fn open_gpu(
 fn gpu(
     _model: &Arc<Model>,
     knobs: &Knobs,
-    _residency: &Residency,
     _on_progress: &mut loader::OnProgress,
 ) -> Result<Option<Box<dyn Device>>, DeviceError> {
     match &knobs.device {

@@ -24,7 +24,7 @@ use riparian::policy::admission::AdmissionOptions;
 mod common;
 
 const FILES: [&str; 5] = ["tiny-f32", "kernel-q4tp", "nemo-q4tp", "nemo-exact-mtp", "trained"];
-const MODES: [Activations; 2] = [Activations::F32, Activations::Int8];
+pub(crate) const MODES: [Activations; 2] = [Activations::F32, Activations::Int8];
 
 /// A trained model, so that drafts are kept; it travels with the source.
 const TRAINED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny-transcribe.cmf");
@@ -32,7 +32,7 @@ const TRAINED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny-transcri
 /// Ids of one case.
 const IDS: usize = 24;
 
-fn decoders(act: Activations) -> impl Iterator<Item = (&'static str, Arc<Decoder>)> {
+pub(crate) fn decoders(act: Activations) -> impl Iterator<Item = (&'static str, Arc<Decoder>)> {
     FILES.into_iter().filter_map(move |name| {
         let path = if name == "trained" { TRAINED.into() } else { common::oracle(&format!("cmf/{name}.cmf"))? };
         let model = open(&path, &OpenOptions::default()).unwrap();
@@ -41,7 +41,7 @@ fn decoders(act: Activations) -> impl Iterator<Item = (&'static str, Arc<Decoder
 }
 
 /// Embeddings of a fixed text.
-fn prompt(decoder: &Decoder, len: usize) -> Vec<f32> {
+pub(crate) fn prompt(decoder: &Decoder, len: usize) -> Vec<f32> {
     let (hidden, vocab) = (decoder.geometry().hidden, decoder.geometry().vocab);
     let mut rows = vec![0.0; len * hidden];
     for (i, row) in rows.chunks_exact_mut(hidden).enumerate() {
@@ -71,13 +71,22 @@ fn loader(companion: Arc<HostCompanion>) -> Sender<Fetch> {
 }
 
 fn start(decoder: &Arc<Decoder>, host: HostOptions, fallback: Option<Fallback>, eager: bool) -> Running {
+    start_with(Box::new(HostDevice::new(decoder.clone(), host).unwrap()), decoder, fallback, eager)
+}
+
+pub(crate) fn start_with(
+    device: Box<dyn Device>,
+    decoder: &Arc<Decoder>,
+    fallback: Option<Fallback>,
+    eager: bool,
+) -> Running {
     let companion = Arc::new(HostCompanion::new(decoder.clone()));
     let mut options = GraphOptions::default();
     options.submitter.ahead.batches_max = 4;
     // Admission on every step.
     options.admission = eager.then(|| AdmissionOptions { positions_per_upload: 1, ..AdmissionOptions::default() });
     let setup = Setup {
-        device: Box::new(HostDevice::new(decoder.clone(), host).unwrap()),
+        device,
         companion: companion.clone(),
         fallback,
         fetches: Some(loader(companion)),
@@ -88,7 +97,7 @@ fn start(decoder: &Arc<Decoder>, host: HostOptions, fallback: Option<Fallback>, 
     Graph::assemble(setup).start().unwrap()
 }
 
-fn decode(running: &Running, rows: &[f32], chunk: usize, n: usize) -> (Vec<TokenId>, Finished) {
+pub(crate) fn decode(running: &Running, rows: &[f32], chunk: usize, n: usize) -> (Vec<TokenId>, Finished) {
     let mut session = running.handle().try_open(SessionOptions::default()).unwrap();
     for rows in rows.chunks(chunk) {
         session.start_feed(rows.to_vec()).unwrap().blocking_recv().unwrap().unwrap();
@@ -103,17 +112,17 @@ fn decode(running: &Running, rows: &[f32], chunk: usize, n: usize) -> (Vec<Token
     }
 }
 
-fn counters(running: &Running) -> Counters {
+pub(crate) fn counters(running: &Running) -> Counters {
     running.handle().start_counters().unwrap().blocking_recv().unwrap()
 }
 
 /// The first `places` experts of each layer.
-fn bank(decoder: &Decoder, places: usize) -> Vec<Vec<Option<ExpertIx>>> {
+pub(crate) fn bank(decoder: &Decoder, places: usize) -> Vec<Vec<Option<ExpertIx>>> {
     vec![(0..places).map(|e| Some(ExpertIx::from(e))).collect(); decoder.geometry().decoder_layers()]
 }
 
 /// Budgets of an issue: `top_k`, a quarter (at least `top_k`), half, three quarters, all.
-fn budgets(decoder: &Decoder) -> Vec<usize> {
+pub(crate) fn budgets(decoder: &Decoder) -> Vec<usize> {
     let Some(moe) = decoder.geometry().moe else { return vec![0] };
     let share = |quarters: usize| (moe.experts * quarters).div_ceil(4).max(moe.top_k);
     let mut all = vec![moe.top_k, share(1), share(2), share(3), moe.experts];

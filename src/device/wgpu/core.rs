@@ -4,15 +4,18 @@ use std::sync::Arc;
 
 use super::super::kernels::{Choice, Encoding, Format, TAKE_ROWS};
 use super::super::params;
+use super::super::pass::Form;
 use super::adapter::Context;
 use super::decode::{Frame, key, record};
 use super::layout::padded;
+use super::partial;
 use super::pipelines::{Key, Pipeline, Pipelines};
 use super::prefill::{self, PassFrame};
 use super::slot::{Sizes, Slot};
 use super::upload::buffer;
 use super::weights::Weights;
 use crate::device::DeviceError;
+use crate::ids::{ExpertIx, LayerIx};
 use crate::knobs::{Activations, DispatchClass};
 use crate::model::geometry::Geometry;
 use crate::model::weights::DecoderWeights;
@@ -86,6 +89,8 @@ pub struct Bound {
     pub last: Vec<wgpu::BindGroup>,
     /// For [`Core::pass`], its whole passes and its tail.
     pub pass: [Vec<wgpu::BindGroup>; 2],
+    /// For [`Core::mend`].
+    pub mend: Vec<wgpu::BindGroup>,
 }
 
 /// Everything on the device.
@@ -103,6 +108,8 @@ pub struct Core {
     pub take: Ready,
     /// A pass of many rows: many, or few of them behind many positions.
     pub pass: [Ready; 2],
+    /// Cures and fills, with partial banks.
+    pub mend: Option<Ready>,
     /// Sessions.
     pub slots: Vec<Bound>,
     /// What they are sized by.
@@ -139,13 +146,18 @@ impl Core {
         geometry: &Geometry,
         decoder: &DecoderWeights,
         setup: &Setup,
+        residents: Option<&[Vec<ExpertIx>]>,
         progress: super::weights::Progress<'_>,
     ) -> Result<Self, DeviceError> {
         super::contract::check(geometry, &context)?;
         let experts = geometry.moe.map_or(0, |moe| moe.experts);
-        let residents: Vec<Vec<_>> =
-            (0..geometry.decoder_layers()).map(|_| (0..experts).map(crate::ids::ExpertIx::from).collect()).collect();
+        let all = || (0..experts).map(ExpertIx::from).collect();
+        let residents: Vec<Vec<_>> = match residents {
+            Some(residents) => residents.iter().take(geometry.decoder_layers()).cloned().collect(),
+            None => (0..geometry.decoder_layers()).map(|_| all()).collect(),
+        };
         let weights = Weights::upload(&context, setup.window_bytes, geometry, decoder, &residents, progress)?;
+        let full = !weights.is_partial();
         let pass_rows = prefill::rows_that_fit(&context, geometry, &weights, setup.pass_rows);
         let mut pipelines = Pipelines::new(&context, None);
         let frame = Frame {
@@ -155,7 +167,7 @@ impl Core {
             activations: setup.activations,
             rows: 1,
             snapshots: 1,
-            full: true,
+            full,
             keep_logits: setup.keep_logits,
         };
         let step = Ready::new(&context, &mut pipelines, record(frame))?;
@@ -167,17 +179,29 @@ impl Core {
         });
         let [many, few] = pass;
         let pass = [Ready::new(&context, &mut pipelines, many)?, Ready::new(&context, &mut pipelines, few)?];
-        let shared = prefill::buffers(&context, geometry, &weights, pass_rows)?;
+        let mend = match geometry.moe.as_ref().filter(|_| !full) {
+            Some(moe) => Some(Ready::new(&context, &mut pipelines, partial::plan(&context, geometry, moe))?),
+            None => None,
+        };
+        let shared =
+            prefill::buffers(&context, geometry, &weights, pass_rows, |name| full || !prefill::survives(name))?;
         let mut slots = Vec::new();
         for _ in 0..setup.slots {
-            let slot = Slot::new(&context, geometry, &weights, sizes, &shared)?;
+            let mut buffers = shared.clone();
+            buffers.extend(prefill::buffers(&context, geometry, &weights, pass_rows, |name| {
+                !full && prefill::survives(name)
+            })?);
+            let slot = Slot::new(&context, geometry, &weights, sizes, &buffers)?;
             let last = slot.bind(&context, &weights, &step.plan, &step.pipelines, &step.uniforms, Name::FlightLast);
             let step = slot.bind(&context, &weights, &step.plan, &step.pipelines, &step.uniforms, Name::Flight);
             let take = slot.bind(&context, &weights, &take.plan, &take.pipelines, &take.uniforms, Name::Flight);
             let pass = [&pass[0], &pass[1]].map(|ready| {
                 slot.bind(&context, &weights, &ready.plan, &ready.pipelines, &ready.uniforms, Name::Flight)
             });
-            slots.push(Bound { slot, step, take, last, pass });
+            let mend = mend.as_ref().map_or_else(Vec::new, |mend| {
+                slot.bind(&context, &weights, &mend.plan, &mend.pipelines, &mend.uniforms, Name::FlightCure)
+            });
+            slots.push(Bound { slot, step, take, last, pass, mend });
         }
         Ok(Self {
             context,
@@ -186,10 +210,19 @@ impl Core {
             step,
             take,
             pass,
+            mend,
             slots,
             sizes,
             activations: setup.activations,
         })
+    }
+
+    /// Rows of the tiles that a pass sorts a layer's picks into.
+    #[must_use]
+    pub fn tile_rows(&self, layer: LayerIx) -> u32 {
+        let [up, _] = self.weights.banks[layer.index()].place.mlp;
+        let int8 = self.activations == Activations::Int8;
+        Form::of(up.format, int8, self.context.cooperative).tile_rows()
     }
 }
 

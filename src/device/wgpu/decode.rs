@@ -363,6 +363,8 @@ impl<'m> Builder<'m> {
         let [expert_up, expert_down] = bank.place.mlp;
         let logits = (self.buffer_rows() * hidden) as u32;
         self.section = Section::Route(layer);
+        // What a partial bank's route left must be found by the copy that does not know where the slot halted.
+        let routes = Name::Routes(if self.frame.full { layer } else { crate::ids::LayerIx(0) });
 
         let mut choice = self.choice(up.format, 4);
         choice.out = down.format.encoding(self.int8());
@@ -445,7 +447,7 @@ impl<'m> Builder<'m> {
             weights_at,
             norm_topk: u32::from(g.norm_topk),
             scale: g.scale,
-            pad: 0,
+            counts: (super::slot::counts_at(g) + layer.index() * g.experts) as u32,
         };
         let numbers = [
             ("EXPERTS", g.experts),
@@ -461,7 +463,7 @@ impl<'m> Builder<'m> {
             key(&ROUTE, &choice, &numbers, &[]),
             Class::Router,
             bytemuck::bytes_of(&params),
-            &[Name::Control, arena, Name::Routing, Name::Map, Name::Routes(layer)],
+            &[Name::Control, arena, Name::Routing, Name::Map, routes],
             [batches, 1, 1],
         );
         self.section = Section::Experts(layer);
@@ -500,7 +502,7 @@ impl<'m> Builder<'m> {
                 bank_name,
                 bank_name,
                 Name::Routing,
-                Name::Routes(layer),
+                routes,
                 Name::PickAct,
                 Name::PickScale,
                 Name::SharedAct,
@@ -508,7 +510,11 @@ impl<'m> Builder<'m> {
             [(expert_down.cols as u32).div_ceil(BLOCK as u32), experts, batches],
         );
 
-        self.section = Section::Sum(layer);
+        // With a partial bank the sum belongs to the experts: it is left in `partial` where the slot halted, and the cure
+        // adds what was missing. So nothing is left to do from the layer's sum on.
+        if self.frame.full {
+            self.section = Section::Sum(layer);
+        }
         let mut choice = self.choice(expert_down.format, 2);
         choice.rows = at_once;
         let params = params::ExpertsDown {
@@ -537,7 +543,7 @@ impl<'m> Builder<'m> {
                 bank_name,
                 Name::PickAct,
                 Name::PickScale,
-                Name::Routes(layer),
+                routes,
                 Name::SharedOut(layer),
                 Name::X,
                 Name::Partial,

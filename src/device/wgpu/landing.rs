@@ -10,6 +10,7 @@ use super::super::params::Control;
 use super::adapter::Context;
 use super::core::Core;
 use super::decode::{OUT_ROOM, RING};
+use super::partial::{Form, MissLaid};
 use super::upload::buffer;
 use crate::device::{
     DeviceError, Landing, Landings, Out, Phase, Point, Record, Seed, Stamp, Stop, StopKind, UploadStaging, Wait,
@@ -42,8 +43,8 @@ const FAILED: u8 = 2;
 /// What was copied.
 #[derive(Clone, Debug)]
 pub enum Copied {
-    /// A slot's record for a flight.
-    Record(Stamp),
+    /// A slot's record for a flight, and how its batches ran.
+    Record(Stamp, Form),
     /// A slot's state with room for so many positions.
     State(usize),
     /// Logits.
@@ -66,6 +67,15 @@ pub struct Shared {
     /// One a staging buffer, for records.
     records: Vec<wgpu::Buffer>,
     pending: Mutex<Vec<Option<Pending>>>,
+    uploads: Mutex<Vec<Option<Upload>>>,
+    /// What records hold for partial banks.
+    miss: Option<MissLaid>,
+}
+
+#[derive(Debug)]
+struct Upload {
+    submission: wgpu::SubmissionIndex,
+    done: Arc<AtomicU8>,
 }
 
 impl Shared {
@@ -74,12 +84,58 @@ impl Shared {
     /// # Errors
     ///
     /// [`DeviceError::OutOfMemory`].
-    pub fn new(context: Arc<Context>, geometry: &Geometry, _core: &Core, staging: usize) -> Result<Self, DeviceError> {
+    pub fn new(
+        context: Arc<Context>,
+        geometry: &Geometry,
+        core: &Core,
+        staging: usize,
+        upload_staging: usize,
+    ) -> Result<Self, DeviceError> {
         let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
+        let moe = geometry.moe.as_ref().filter(|_| core.mend.is_some());
+        let miss = moe.map(|moe| MissLaid::new(geometry, moe));
+        let largest = [Form::Step, Form::Pass(core.sizes.given as u32)];
+        let more = miss.map_or(0, |miss| largest.map(|form| miss.bytes(form)).into_iter().max().unwrap_or(0));
         let records =
-            (0..staging).map(|_| buffer(&context, "record", RECORD_BYTES, usage)).collect::<Result<_, _>>()?;
+            (0..staging).map(|_| buffer(&context, "record", RECORD_BYTES + more, usage)).collect::<Result<_, _>>()?;
         let pending = Mutex::new((0..staging).map(|_| None).collect());
-        Ok(Self { context, geometry: geometry.clone(), records, pending })
+        let uploads = Mutex::new((0..upload_staging).map(|_| None).collect());
+        Ok(Self { context, geometry: geometry.clone(), records, pending, uploads, miss })
+    }
+
+    /// What records hold for partial banks.
+    #[must_use]
+    pub fn miss(&self) -> Option<MissLaid> {
+        self.miss
+    }
+
+    /// Remembers that an upload has come with `submission`.
+    pub fn expect_upload(&self, staging: UploadStaging, submission: wgpu::SubmissionIndex) {
+        let done = Arc::new(AtomicU8::new(WAITING));
+        let seen = done.clone();
+        self.context.queue.on_submitted_work_done(move || seen.store(MAPPED, Ordering::Release));
+        self.uploads.lock()[staging.0 as usize] = Some(Upload { submission, done });
+    }
+
+    fn take_upload(&self, staging: UploadStaging) -> Option<Landing> {
+        let mut uploads = self.uploads.lock();
+        let upload = &mut uploads[staging.0 as usize];
+        // what nobody queued, nobody has to wait for
+        let done = upload.as_ref().is_none_or(|upload| upload.done.load(Ordering::Acquire) == MAPPED);
+        done.then(|| {
+            *upload = None;
+            Landing::Uploaded
+        })
+    }
+
+    /// With which submission `wait` lands, as far as that is known.
+    fn submission_of(&self, wait: Wait) -> Option<wgpu::SubmissionIndex> {
+        match wait {
+            Wait::Upload(at) => self.uploads.lock()[at.0 as usize].as_ref().map(|upload| upload.submission.clone()),
+            Wait::Peek(s) | Wait::Land(s) | Wait::Read(s) => {
+                self.pending.lock()[s.0 as usize].as_ref().map(|pending| pending.submission.clone())
+            }
+        }
     }
 
     /// The staging buffer for a record.
@@ -131,13 +187,14 @@ impl Shared {
 
     fn read(&self, copied: &Copied, bytes: &[u8]) -> Landing {
         match copied {
-            Copied::Record(stamp) => Landing::Record(Box::new(self.record_of(*stamp, bytes))),
+            Copied::Record(stamp, form) => Landing::Record(Box::new(self.record_of(*stamp, *form, bytes))),
             Copied::State(positions) => Landing::State(Box::new(self.state_of(bytes, *positions))),
             Copied::Logits(vocab) => Landing::Logits(bytemuck::pod_collect_to_vec(&bytes[..4 * vocab])),
         }
     }
 
-    fn record_of(&self, stamp: Stamp, bytes: &[u8]) -> Record {
+    fn record_of(&self, stamp: Stamp, form: Form, bytes: &[u8]) -> Record {
+        let (bytes, more) = bytes.split_at(RECORD_BYTES as usize);
         let (head, ids) = bytes.split_at(size_of::<Control>());
         let control: Control = bytemuck::pod_read_unaligned(head);
         let ids: Vec<u32> = bytemuck::pod_collect_to_vec(&ids[..4 * (control.out_count as usize).min(OUT_ROOM)]);
@@ -154,24 +211,35 @@ impl Shared {
             layer: LayerIx((at / 2) as u16),
             phase: if at % 2 == 1 { Phase::Sum } else { Phase::Route },
         };
-        Record {
-            flight: stamp.flight,
-            out: Out {
-                flight: flight_of(control.out_flight),
-                ids: ids.into_iter().map(TokenId).collect(),
-                rounds: Vec::new(),
-                routed: Vec::new(),
-            },
-            stop: kind.map(|kind| Stop {
-                kind,
-                slot: stamp.slot,
-                turn: Turn(control.turn),
-                flight: flight_of(control.stop_flight),
-                point,
-            }),
-            missed: None,
-            busy: None,
+        let stop = kind.map(|kind| Stop {
+            kind,
+            slot: stamp.slot,
+            turn: Turn(control.turn),
+            flight: flight_of(control.stop_flight),
+            point,
+        });
+        let mut out = Out {
+            flight: flight_of(control.out_flight),
+            ids: ids.into_iter().map(TokenId).collect(),
+            rounds: Vec::new(),
+            routed: Vec::new(),
+        };
+        let mut missed = None;
+        if let Some(laid) = &self.miss {
+            let routed = laid.routed(more);
+            // a flight that routed and accepted nothing leaves the ids of the one before lying
+            if out.flight != stamp.flight && !routed.is_empty() {
+                out = Out { flight: stamp.flight, ..Out::default() };
+            }
+            if out.flight == stamp.flight {
+                out.routed = routed;
+            }
+            // of an older flight's miss the record may have another form
+            missed = stop
+                .filter(|stop| stop.kind == StopKind::Miss && stop.flight == stamp.flight)
+                .map(|stop| Arc::new(laid.missed(stop, form, more)));
         }
+        Record { flight: stamp.flight, out, stop, missed, busy: None }
     }
 
     fn state_of(&self, bytes: &[u8], room: usize) -> Seed {
@@ -235,23 +303,18 @@ impl GpuLandings {
     }
 }
 
-fn staging_of(wait: Wait) -> Option<usize> {
-    match wait {
-        Wait::Peek(s) | Wait::Land(s) | Wait::Read(s) => Some(s.0 as usize),
-        Wait::Upload(UploadStaging(_)) => None,
-    }
-}
-
 impl Landings for GpuLandings {
     fn poll(&mut self, wait: Wait) -> Result<Option<Landing>, DeviceError> {
         if let Some(lost) = self.shared.lost() {
             return Err(lost);
         }
-        let Some(staging) = staging_of(wait) else { return Ok(Some(Landing::Uploaded)) };
         if let Err(e) = self.shared.context.device.poll(wgpu::PollType::Poll) {
             return Err(DeviceError::Lost { why: e.to_string() });
         }
-        self.shared.take(staging)
+        match wait {
+            Wait::Upload(staging) => Ok(self.shared.take_upload(staging)),
+            Wait::Peek(s) | Wait::Land(s) | Wait::Read(s) => self.shared.take(s.0 as usize),
+        }
     }
 
     fn wait(&mut self, wait: Wait, deadline: Option<Instant>) -> Result<Landing, DeviceError> {
@@ -267,8 +330,7 @@ impl Landings for GpuLandings {
             // short waits, so that a lost device is seen even where its driver never returns
             let most = std::time::Duration::from_secs(1);
             let timeout = Some(left.map_or(most, |left| left.min(most)));
-            let submission =
-                staging_of(wait).and_then(|s| self.shared.pending.lock()[s].as_ref().map(|p| p.submission.clone()));
+            let submission = self.shared.submission_of(wait);
             match self.shared.context.device.poll(wgpu::PollType::Wait { submission_index: submission, timeout }) {
                 Ok(_) | Err(wgpu::PollError::Timeout) => {}
                 Err(e) => return Err(DeviceError::Lost { why: e.to_string() }),

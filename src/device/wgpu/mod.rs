@@ -14,6 +14,7 @@ pub mod decode;
 pub mod describe;
 pub mod landing;
 pub mod layout;
+pub mod partial;
 pub mod pipelines;
 pub mod prefill;
 pub mod queue;
@@ -32,6 +33,9 @@ use crate::model::geometry::Geometry;
 use crate::model::weights::DecoderWeights;
 use landing::{GpuLandings, Shared};
 use queue::GpuQueue;
+
+/// Uploads under way with partial banks: as many as an admission round moves.
+const UPLOAD_STAGING: usize = 8;
 
 /// The device, ready to decode.
 #[derive(Debug)]
@@ -54,8 +58,25 @@ impl Gpu {
         setup: &Setup,
         progress: weights::Progress<'_>,
     ) -> Result<Self, DeviceError> {
+        Self::open_partial(context, geometry, decoder, setup, None, progress)
+    }
+
+    /// As [`Gpu::open`], with banks of these residents, by layer and place; `None` is all. A layer that lacks experts may
+    /// miss.
+    ///
+    /// # Errors
+    ///
+    /// As [`Gpu::open`].
+    pub fn open_partial(
+        context: Context,
+        geometry: &Geometry,
+        decoder: &DecoderWeights,
+        setup: &Setup,
+        residents: Option<&[Vec<ExpertIx>]>,
+        progress: weights::Progress<'_>,
+    ) -> Result<Self, DeviceError> {
         let context = Arc::new(context);
-        let core = core::Core::new(context.clone(), geometry, decoder, setup, progress)?;
+        let core = core::Core::new(context.clone(), geometry, decoder, setup, residents, progress)?;
         let facts = Facts {
             name: format!("{} ({}, {})", context.info.name, context.info.backend, context.team),
             kind: DeviceKind::Gpu,
@@ -78,10 +99,10 @@ impl Gpu {
             verify_rows: 1,
             drafts: DraftAbility::None,
             staging: UNLANDED_MAX + 4,
-            upload_staging: 1,
+            upload_staging: if core.mend.is_some() { UPLOAD_STAGING } else { 1 },
             landing_deadline: Some(std::time::Duration::from_secs(30)),
         };
-        let shared = Arc::new(Shared::new(context, geometry, &core, facts.staging)?);
+        let shared = Arc::new(Shared::new(context, geometry, &core, facts.staging, facts.upload_staging)?);
         let queue = GpuQueue::new(core, shared.clone());
         Ok(Self { facts, queue, landings: GpuLandings::new(shared) })
     }

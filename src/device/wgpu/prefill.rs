@@ -9,9 +9,9 @@
 use std::collections::HashMap;
 
 use super::super::kernels::{
-    ATTN_MERGE, Choice, Encoding, Format, Kernel, PREFILL_ATTENTION, PREFILL_CONV, PREFILL_ENCODE, PREFILL_LAST,
-    PREFILL_MATMAT_COOP, PREFILL_MATMAT_F32, PREFILL_MATMAT_INT8, PREFILL_RING, PREFILL_ROUTE, PREFILL_SORT,
-    PREFILL_SSD_OUT, PREFILL_SSD_PASS, PREFILL_SSD_STATES, PREFILL_SSD_STEPS, PREFILL_SUM, TAKE_ROWS,
+    ATTN_MERGE, Choice, Encoding, Format, Kernel, PREFILL_ATTENTION, PREFILL_CONV, PREFILL_COUNT, PREFILL_ENCODE,
+    PREFILL_LAST, PREFILL_MATMAT_COOP, PREFILL_MATMAT_F32, PREFILL_MATMAT_INT8, PREFILL_RING, PREFILL_ROUTE,
+    PREFILL_SORT, PREFILL_SSD_OUT, PREFILL_SSD_PASS, PREFILL_SSD_STATES, PREFILL_SSD_STEPS, PREFILL_SUM, TAKE_ROWS,
 };
 use super::super::params::{self, NONE};
 use super::super::pass::{Form, PassChoice, Source};
@@ -139,7 +139,25 @@ pub fn bytes(geometry: &Geometry, weights: &Weights, rows: usize) -> u64 {
     needs(geometry, weights, rows).iter().map(|(_, words)| 4 * *words as u64).sum()
 }
 
-/// Makes the buffers of passes of `rows`.
+/// Whether a buffer of a pass must survive a stop: with partial banks it is the slot's own (`protocol.md` §2).
+#[must_use]
+pub fn survives(name: Name) -> bool {
+    [X, NORMED, ROUTES, SHARED_OUT, MADE].contains(&name)
+}
+
+/// What a pass's route and norm left, for the record of a miss.
+pub const MISS: [Name; 2] = [ROUTES, NORMED];
+
+/// What a cure writes and a fill sorts.
+pub const CURED: [Name; 3] = [MADE, ROUTES, LIST];
+
+/// Word of a layer's list where sorted rows begin, in passes of up to `rows`.
+#[must_use]
+pub fn sorted_at(moe: &MoeGeometry, rows: usize, places: usize) -> u32 {
+    order_at(rows * moe.top_k, places) as u32
+}
+
+/// Makes those buffers of passes of `rows` of which `wanted` holds.
 ///
 /// # Errors
 ///
@@ -149,9 +167,11 @@ pub fn buffers(
     geometry: &Geometry,
     weights: &Weights,
     rows: usize,
+    wanted: impl Fn(Name) -> bool,
 ) -> Result<HashMap<Name, wgpu::Buffer>, DeviceError> {
     let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST;
     (needs(geometry, weights, rows).into_iter())
+        .filter(|(name, _)| wanted(*name))
         .map(|(name, words)| Ok((name, buffer(context, "pass", 4 * (words as u64).next_multiple_of(4), usage)?)))
         .collect()
 }
@@ -646,6 +666,17 @@ impl<'m> Builder<'m> {
             &[Name::Control, arena, LOGITS, Name::Map, ROUTES],
             Grid::Rows { per: 1, x: 1, z: 1 },
         );
+        if !self.pass.frame.full {
+            let at = (super::slot::counts_at(g) + layer.index() * g.experts) as u32;
+            let params = params::PassCount { at, ..params::PassCount::default() };
+            self.push(
+                Self::key(&PREFILL_COUNT, Self::PLAIN, WG, &[("TOP_K", g.top_k), ("EXPERTS", g.experts)]),
+                Class::Router,
+                bytemuck::bytes_of(&params),
+                &[Name::Control, ROUTES, Name::Routes(LayerIx(0))],
+                Grid::Fixed([1, 1, 1]),
+            );
+        }
         let bank = &self.pass.frame.weights.banks[layer.index()];
         let [up, down] = bank.place.mlp;
         let form = self.form(up.format);

@@ -8,6 +8,7 @@ use super::core::Core;
 use super::decode::RING;
 use super::landing::{Copied, RECORD_BYTES, Shared, stop};
 use super::layout::padded;
+use super::partial::{Form, Held, form_behind};
 use super::prefill;
 use super::upload::buffer;
 use crate::device::{DeviceError, Item, Pass, Phase, Point, Queue, Read, Run, Seed, Stamp, Work};
@@ -20,10 +21,16 @@ use crate::plan::record::{Dispatch, Name, Section};
 /// The half itself.
 #[derive(Debug)]
 pub struct GpuQueue {
-    core: Core,
-    shared: Arc<Shared>,
+    pub(super) core: Core,
+    pub(super) shared: Arc<Shared>,
     /// Encoded and not submitted.
-    ready: Vec<wgpu::CommandBuffer>,
+    pub(super) ready: Vec<wgpu::CommandBuffer>,
+    /// How the last run of each slot ran.
+    pub(super) forms: Vec<Form>,
+    /// Cures whose end is not encoded yet.
+    pub(super) cures: Vec<(SlotIx, Form)>,
+    /// What lies in the banks.
+    pub(super) held: Held,
     /// Positions that a slot may have reached, by slot.
     reach: Vec<usize>,
 }
@@ -50,7 +57,8 @@ impl GpuQueue {
     #[must_use]
     pub fn new(core: Core, shared: Arc<Shared>) -> Self {
         let reach = vec![0; core.slots.len()];
-        Self { core, shared, ready: Vec::new(), reach }
+        let (forms, held) = (vec![Form::Step; core.slots.len()], Held::new(&core));
+        Self { core, shared, ready: Vec::new(), forms, cures: Vec::new(), held, reach }
     }
 
     /// What it is made of.
@@ -59,19 +67,24 @@ impl GpuQueue {
         &self.core
     }
 
-    fn encoder(&self) -> wgpu::CommandEncoder {
+    pub(super) fn encoder(&self) -> wgpu::CommandEncoder {
         self.core.context.device.create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("flight") })
     }
 
-    fn submit(&mut self) -> wgpu::SubmissionIndex {
+    pub(super) fn submit(&mut self) -> wgpu::SubmissionIndex {
         self.core.context.queue.submit(self.ready.drain(..))
     }
 
-    /// Writes a slot's buffer after everything before it.
-    fn write(&mut self, slot: SlotIx, name: Name, offset: u64, bytes: &[u8]) {
+    /// Submits what is encoded.
+    pub(super) fn submit_ready(&mut self) {
         if !self.ready.is_empty() {
             self.submit();
         }
+    }
+
+    /// Writes a slot's buffer after everything before it.
+    pub(super) fn write(&mut self, slot: SlotIx, name: Name, offset: u64, bytes: &[u8]) {
+        self.submit_ready();
         let to = self.core.slots[slot.index()].slot.buffer(name);
         self.core.context.queue.write_buffer(to, offset, bytes);
     }
@@ -140,7 +153,15 @@ impl GpuQueue {
         self.write(stamp.slot, Name::Flight, 0, bytemuck::bytes_of(&flight));
     }
 
-    fn flight_of(&self, stamp: Stamp, limit: Position, rows: u32, advance: u32, accept: bool, ends: bool) -> Flight {
+    pub(super) fn flight_of(
+        &self,
+        stamp: Stamp,
+        limit: Position,
+        rows: u32,
+        advance: u32,
+        accept: bool,
+        ends: bool,
+    ) -> Flight {
         Flight {
             turn: stamp.turn.0,
             rows,
@@ -158,6 +179,7 @@ impl GpuQueue {
             Work::Steps => {
                 self.flight(run.stamp, run.limit, 1, 1, true, true);
                 self.reach[slot.index()] += run.accepts() as usize;
+                self.begin_run(run);
                 self.batches(run, None);
             }
             Work::Prefill(pass) => self.prefill(run, pass),
@@ -170,7 +192,8 @@ impl GpuQueue {
 
     fn prefill(&mut self, run: &Run, pass: &Pass) {
         let n = pass.rows.len() / self.core.geometry.hidden;
-        if n >= prefill::ROWS_MIN {
+        let wide = if self.core.mend.is_some() { n > 1 } else { n >= prefill::ROWS_MIN };
+        if wide {
             self.prefill_wide(run, pass, n);
         } else {
             self.prefill_rows(run, pass);
@@ -187,6 +210,7 @@ impl GpuQueue {
         self.flight(run.stamp, run.limit, n as u32, n as u32, false, true);
         let last = self.flight_of(run.stamp, run.limit, 1, n as u32, pass.accept, true);
         self.write(slot, Name::FlightLast, 0, bytemuck::bytes_of(&last));
+        self.begin_run(run);
         // few rows behind many positions keep a card busy only if the keys are split
         let few = usize::from(n <= prefill::TAIL_ROWS && self.reach[slot.index()] > 4 * prefill::TAIL_ROWS);
 
@@ -226,7 +250,7 @@ impl GpuQueue {
             }
             at = until;
         }
-        self.reach[slot.index()] += n;
+        self.reach[slot.index()] += if begins { n } else { 0 };
     }
 
     /// Row by row: the plan of a step, the rows taken from those given.
@@ -240,6 +264,9 @@ impl GpuQueue {
             let last = row + 1 == n;
             if row == 0 || last {
                 self.flight(run.stamp, run.limit, 1, 1, last && pass.accept, last);
+            }
+            if row == 0 {
+                self.begin_run(run);
             }
             self.batches(run, Some(row));
         }
@@ -289,9 +316,17 @@ impl GpuQueue {
         let head = size_of::<Control>() as u64;
         encoder.copy_buffer_to_buffer(slot.buffer(Name::Control), 0, &to, 0, head);
         encoder.copy_buffer_to_buffer(slot.buffer(Name::Out), 0, &to, head, RECORD_BYTES - head);
+        let form = self.forms[stamp.slot.index()];
+        if let (Some(laid), Some(moe)) = (self.shared.miss(), &self.core.geometry.moe) {
+            let mut at = RECORD_BYTES;
+            for piece in laid.pieces(moe, form) {
+                encoder.copy_buffer_to_buffer(slot.buffer(piece.from), piece.at, &to, at, piece.bytes);
+                at += piece.bytes;
+            }
+        }
         self.ready.push(encoder.finish());
         let submission = self.submit();
-        self.shared.expect(staging, to, Copied::Record(stamp), submission);
+        self.shared.expect(staging, to, Copied::Record(stamp, form), submission);
     }
 
     fn read(&mut self, slot: SlotIx, what: Read, staging: usize) -> Result<(), DeviceError> {
@@ -339,7 +374,8 @@ impl GpuQueue {
         Ok(())
     }
 
-    fn item(&mut self, item: Item) -> Result<(), DeviceError> {
+    /// One item of an append; `form` is how the run behind it runs.
+    fn item(&mut self, item: Item, form: Option<Form>) -> Result<(), DeviceError> {
         match item {
             Item::Start { slot, turn, eos, seed, .. } => self.start(slot, turn, &eos, seed.as_deref())?,
             Item::Retire { slot, turn } => {
@@ -349,8 +385,10 @@ impl GpuQueue {
             Item::Run(run) => self.run(&run)?,
             Item::Land { stamp, staging } => self.land(stamp, staging.0 as usize),
             Item::Read { slot, what, staging } => self.read(slot, what, staging.0 as usize)?,
-            Item::Upload { .. } | Item::Resume { .. } | Item::Fill { .. } => {
-                return Err(DeviceError::Unfit { why: "a miss on a device whose banks are full".into() });
+            Item::Upload { layer, place, payload, staging } => self.upload(layer, place, &payload, staging)?,
+            Item::Resume { stop, turn, made } => self.resume(stop, turn, &made, form.unwrap_or(Form::Step))?,
+            Item::Fill { stamp, layer, place, expert } => {
+                self.fill(stamp, layer, place, expert, form.unwrap_or(Form::Step))?;
             }
             Item::Rollback { .. } => {
                 return Err(DeviceError::Unfit { why: "a rollback on a device without drafts".into() });
@@ -486,12 +524,13 @@ impl Queue for GpuQueue {
         if let Some(why) = self.core.context.lost.get() {
             return Err(DeviceError::Lost { why: why.clone() });
         }
-        for item in items {
-            self.item(item)?;
+        let hidden = self.core.geometry.hidden;
+        let forms: Vec<_> = (0..items.len()).map(|at| form_behind(&items, at, hidden)).collect();
+        for (item, form) in items.into_iter().zip(forms) {
+            self.item(item, form)?;
         }
-        if !self.ready.is_empty() {
-            self.submit();
-        }
+        self.end_cures();
+        self.submit_ready();
         Ok(())
     }
 }

@@ -13,7 +13,7 @@ use super::upload::buffer;
 use super::weights::Weights;
 use crate::device::DeviceError;
 use crate::ids::{BlockIx, LayerIx};
-use crate::model::geometry::{BlockKind, Geometry};
+use crate::model::geometry::{BlockKind, Geometry, MoeGeometry};
 use crate::plan::record::{Name, Plan};
 
 /// Rows that a slot's buffers hold: a step's one, or a verify pass's.
@@ -34,6 +34,21 @@ pub struct Sizes {
 #[derive(Debug)]
 pub struct Slot {
     buffers: HashMap<Name, wgpu::Buffer>,
+}
+
+/// Completions that are handed to the device at once.
+pub const COMPLETED_ROOM: usize = 256;
+
+/// Word of a step's routes where its weights begin, for one row.
+#[must_use]
+pub const fn weights_at(moe: &MoeGeometry) -> usize {
+    1 + 4 * moe.top_k
+}
+
+/// Word of the first layer's routes where a flight's counts begin, with partial banks.
+#[must_use]
+pub const fn counts_at(moe: &MoeGeometry) -> usize {
+    ROWS * (1 + moe.top_k * (4 + ROWS)) * 2
 }
 
 fn usage() -> wgpu::BufferUsages {
@@ -85,8 +100,12 @@ fn needs(geometry: &Geometry, weights: &Weights, sizes: Sizes) -> Vec<(Name, usi
             (Name::PickScale, ROWS * g.top_k * inter / 16),
             (Name::Partial, ROWS * hidden),
         ]);
+        if weights.is_partial() {
+            all.extend([(Name::Cure, 4 + COMPLETED_ROOM), (Name::Completed, COMPLETED_ROOM * hidden)]);
+        }
         for layer in (0..weights.banks.len()).map(LayerIx::from) {
-            all.push((Name::Routes(layer), ROWS * (1 + g.top_k * (4 + ROWS)) * 2));
+            let counts = if layer.0 == 0 { weights.banks.len() * g.experts } else { 0 };
+            all.push((Name::Routes(layer), counts_at(g) + counts));
             all.push((Name::SharedOut(layer), ROWS * hidden));
         }
     }
@@ -120,6 +139,7 @@ impl Slot {
         let uniform = wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::COPY_DST;
         let flight = size_of::<Flight>() as u64;
         buffers.insert(Name::Flight, buffer(context, Flight::STRUCT, flight, uniform)?);
+        buffers.insert(Name::FlightCure, buffer(context, Flight::STRUCT, flight, uniform)?);
         buffers.insert(Name::FlightLast, buffer(context, Flight::STRUCT, flight, uniform)?);
         buffers.insert(Name::Control, buffer(context, Control::STRUCT, size_of::<Control>() as u64, usage())?);
         Ok(Self { buffers })

@@ -13,7 +13,7 @@ use super::upload::{Uploader, buffer};
 use crate::device::DeviceError;
 use crate::ids::{ExpertIx, LayerIx, PlaceIx};
 use crate::model::geometry::Geometry;
-use crate::model::tensors::Matrix;
+use crate::model::tensors::{Codec, Matrix};
 use crate::model::weights::{AttentionWeights, DecoderWeights, MambaWeights, Mixer, MlpWeights, MoeWeights};
 
 const STORAGE: wgpu::BufferUsages = wgpu::BufferUsages::STORAGE.union(wgpu::BufferUsages::COPY_DST);
@@ -98,8 +98,32 @@ pub struct Bank {
     pub buffer: wgpu::Buffer,
     /// How each lies.
     pub place: PlaceLaid,
-    /// Places that the map may name.
+    /// Places that the map may name, with their first occupants.
     pub residents: Vec<Option<ExpertIx>>,
+    /// Up and down of every expert as the file holds them.
+    pub shapes: Vec<[(Codec, [usize; 2]); 2]>,
+}
+
+impl Bank {
+    /// The expert that a payload of the file holds.
+    ///
+    /// # Errors
+    ///
+    /// [`DeviceError::Unfit`] where its length is another expert's.
+    pub fn expert_of(&self, expert: ExpertIx, bytes: &[u8]) -> Result<MlpWeights, DeviceError> {
+        let mut rest = bytes;
+        let mut next = |name: &str, (codec, shape): (Codec, [usize; 2])| {
+            let len = codec.payload_len(shape[0], shape[1]).filter(|len| *len <= rest.len());
+            let Some(len) = len else {
+                return Err(DeviceError::Unfit { why: format!("{} bytes for {expert:?}", bytes.len()) });
+            };
+            let (own, more) = rest.split_at(len);
+            rest = more;
+            Ok(Matrix::from_payload(name, codec, shape, own.to_vec()))
+        };
+        let [up, down] = self.shapes[expert.index()];
+        Ok(MlpWeights { up: next("up", up)?, down: next("down", down)? })
+    }
 }
 
 /// Rows of the head or the embedding that one binding holds.
@@ -239,6 +263,12 @@ pub fn write_expert(uploader: &Uploader<'_>, bank: &Bank, place: PlaceIx, expert
 pub type Progress<'p> = &'p mut dyn FnMut(u64, u64);
 
 impl Weights {
+    /// Whether a route can miss.
+    #[must_use]
+    pub fn is_partial(&self) -> bool {
+        self.banks.iter().any(|bank| bank.residents.len() < bank.shapes.len())
+    }
+
     /// Uploads a decoder. `residents` names each layer's first occupants, by place.
     ///
     /// # Errors
@@ -304,6 +334,9 @@ impl Weights {
                 buffer: buffer(context, &format!("bank {l}"), bytes, STORAGE)?,
                 place: *place,
                 residents: residents.iter().copied().map(Some).collect(),
+                shapes: (moe.experts.iter())
+                    .map(|expert| [&expert.up, &expert.down].map(|m| (m.codec(), [m.rows(), m.cols()])))
+                    .collect(),
             };
             let batch = (uploader.batch_bytes() / place.bytes).max(1) as usize;
             for (b, some) in residents.chunks(batch).enumerate() {

@@ -1,0 +1,372 @@
+//! Partial banks: what a miss leaves, its cure, and experts on their way into a place.
+//!
+//! A route that finds a pick without a place stops the slot. The record of a
+//! landing or a peek then carries the normed rows and the picks; the layer's
+//! resident and shared experts have run, into `partial` (a step) or into each
+//! pick's place (a pass). A cure is written behind everything queued before
+//! it and does nothing unless its stop is the slot's present one, which the
+//! device itself decides.
+
+use super::super::kernels::{CURE, Choice, Encoding, FILL_PASS, FILL_STEP, Format, RESUME_PASS, RESUME_STEP};
+use super::super::params::{Flight, NONE};
+use super::adapter::Context;
+use super::core::Core;
+use super::decode::{WG, key};
+use super::layout::{padded, rows_padded};
+use super::pipelines::Key;
+use super::prefill;
+use super::queue::GpuQueue;
+use super::slot::{COMPLETED_ROOM, counts_at, weights_at};
+use super::upload::Uploader;
+use super::weights::write_expert;
+use crate::check;
+use crate::device::{Completions, DeviceError, Item, Missed, Payload, Run, Stamp, Stop, UploadStaging, Work};
+use crate::ids::{ExpertIx, LayerIx, PlaceIx, Position, SlotIx, Turn};
+use crate::knobs::DispatchClass;
+use crate::model::geometry::{Geometry, MoeGeometry};
+use crate::plan::record::{Dispatch, Grid, Name, Plan, Section};
+
+/// How a batch runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// Through the plan of a step.
+    Step,
+    /// Through the plan of a pass, of so many rows.
+    Pass(u32),
+}
+
+impl Form {
+    /// How a run's batches run where a route may halt them. Row by row only where there is one row: where a slot halted
+    /// within a batch, its record does not say.
+    #[must_use]
+    pub fn of(run: &Run, hidden: usize) -> Self {
+        match &run.work {
+            Work::Prefill(pass) if pass.rows.len() > hidden => Self::Pass((pass.rows.len() / hidden) as u32),
+            _ => Self::Step,
+        }
+    }
+}
+
+/// What of a slot's record is there for partial banks, behind the ids: counts of the flight's choices `[layers,
+/// experts]`, then the picks of the last route, then its normed rows.
+#[derive(Clone, Copy, Debug)]
+pub struct MissLaid {
+    layers: usize,
+    experts: usize,
+    top_k: usize,
+    hidden: usize,
+}
+
+/// A copy to a record.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece {
+    /// From which buffer.
+    pub from: Name,
+    /// From which byte.
+    pub at: u64,
+    /// How many bytes.
+    pub bytes: u64,
+}
+
+impl MissLaid {
+    /// Of a model with experts.
+    #[must_use]
+    pub fn new(geometry: &Geometry, moe: &MoeGeometry) -> Self {
+        Self { layers: geometry.decoder_layers(), experts: moe.experts, top_k: moe.top_k, hidden: geometry.hidden }
+    }
+
+    /// What is copied, in order.
+    #[must_use]
+    pub fn pieces(&self, moe: &MoeGeometry, form: Form) -> [Piece; 3] {
+        let first = Name::Routes(LayerIx(0));
+        let piece = |from, at: usize, words: usize| Piece { from, at: 4 * at as u64, bytes: 4 * words as u64 };
+        let [picks, rows] = self.words(form);
+        let [of_picks, of_rows] = match form {
+            Form::Step => [first, Name::Routing],
+            Form::Pass(_) => prefill::MISS,
+        };
+        [piece(first, counts_at(moe), self.layers * self.experts), piece(of_picks, 0, picks), piece(of_rows, 0, rows)]
+    }
+
+    /// Words of the picks and of the normed rows.
+    const fn words(&self, form: Form) -> [usize; 2] {
+        let hidden = self.hidden.next_multiple_of(32);
+        match form {
+            Form::Step => [1 + 4 * self.top_k, hidden],
+            Form::Pass(rows) => [4 * rows as usize * self.top_k, rows as usize * hidden],
+        }
+    }
+
+    /// Bytes of all pieces.
+    #[must_use]
+    pub const fn bytes(&self, form: Form) -> u64 {
+        let [picks, rows] = self.words(form);
+        4 * (self.layers * self.experts + picks + rows) as u64
+    }
+
+    /// How often each expert was chosen: `[layers][experts]`; empty where none was.
+    #[must_use]
+    pub fn routed(&self, bytes: &[u8]) -> Vec<Vec<u32>> {
+        let counts: Vec<u32> = bytemuck::pod_collect_to_vec(&bytes[..4 * self.layers * self.experts]);
+        if counts.iter().all(|n| *n == 0) {
+            return Vec::new();
+        }
+        counts.chunks_exact(self.experts).map(<[u32]>::to_vec).collect()
+    }
+
+    /// The miss at `stop`.
+    #[must_use]
+    pub fn missed(&self, stop: Stop, form: Form, bytes: &[u8]) -> Missed {
+        let words: Vec<u32> = bytemuck::pod_collect_to_vec(&bytes[4 * self.layers * self.experts..]);
+        let (picks, normed) = words.split_at(self.words(form)[0]);
+        // (expert, place), by row and pick
+        let picks: Vec<(u32, u32)> = match form {
+            Form::Step => picks[1..].chunks_exact(4).map(|entry| (entry[0], entry[1])).collect(),
+            Form::Pass(_) => picks.chunks_exact(4).map(|pick| (pick[0], pick[1])).collect(),
+        };
+        let mut missed = Missed {
+            stop,
+            layer: stop.point.layer,
+            top_k: self.top_k,
+            normed: Vec::new(),
+            rows: Vec::new(),
+            picks: Vec::new(),
+            missing: Vec::new(),
+        };
+        let rows = picks.chunks_exact(self.top_k).zip(normed.chunks_exact(padded(self.hidden)));
+        for (row, (picks, normed)) in rows.enumerate().filter(|(_, (picks, _))| picks.iter().any(|p| p.1 == NONE)) {
+            missed.rows.push(row as u32);
+            missed.normed.extend(normed[..self.hidden].iter().map(|word| f32::from_bits(*word)));
+            missed.picks.extend(picks.iter().map(|(expert, _)| ExpertIx(*expert as u16)));
+            missed.missing.extend(picks.iter().map(|(_, place)| *place == NONE));
+        }
+        missed
+    }
+}
+
+const SUM_OF_STEP: usize = 0;
+const PICKS_OF_PASS: usize = 1;
+const END: usize = 2;
+const FILL_OF_STEP: usize = 3;
+const FILL_OF_PASS: usize = 4;
+
+/// The dispatches of cures and fills, each used by itself.
+#[must_use]
+pub fn plan(context: &Context, geometry: &Geometry, moe: &MoeGeometry) -> Plan<Key> {
+    let choice = Choice {
+        team: context.team,
+        format: Format::F32,
+        int8: false,
+        out: Encoding::F32,
+        rows: 1,
+        wide: 1,
+        group_norm: false,
+        full: false,
+    };
+    let hidden = padded(geometry.hidden);
+    let numbers = [("COLS", hidden), ("WEIGHTS_AT", weights_at(moe)), ("TOP_K", moe.top_k)];
+    let [made, routes, list] = prefill::CURED;
+    let first = Name::Routes(LayerIx(0));
+    let of_step = [Name::Control, Name::Cure, Name::Completed, first, Name::Partial, Name::X];
+    let all: [(_, &[Name], _); 5] = [
+        (&RESUME_STEP, &of_step, (hidden as u32).div_ceil(WG)),
+        (&RESUME_PASS, &[Name::Control, Name::Cure, Name::Completed, made], COMPLETED_ROOM as u32),
+        (&CURE, &[Name::Control, Name::Cure], 1),
+        (&FILL_STEP, &[Name::Control, Name::Cure, first], 1),
+        (&FILL_PASS, &[Name::Control, Name::Cure, routes, list], 1),
+    ];
+    let mut plan = Plan::default();
+    for (kernel, buffers, groups) in all {
+        let key = key(kernel, &choice, &numbers, &[]);
+        plan.push(key, DispatchClass::Final, (Section::Accept, None), &[], buffers, Grid::Fixed([groups, 1, 1]));
+    }
+    plan
+}
+
+/// What lies where, as of the end of the queue.
+#[derive(Clone, Debug)]
+pub struct Held {
+    /// `[layer][place]`
+    places: Vec<Vec<Option<ExpertIx>>>,
+    experts: usize,
+}
+
+impl Held {
+    /// As the banks were filled.
+    #[must_use]
+    pub fn new(core: &Core) -> Self {
+        let places = core.weights.banks.iter().map(|bank| bank.residents.clone()).collect();
+        Self { places, experts: core.geometry.moe.map_or(0, |moe| moe.experts) }
+    }
+
+    /// Words of the map that change when an expert comes to a place, with their new values. The spare place is in no map.
+    fn moves(&mut self, layer: LayerIx, place: PlaceIx, expert: ExpertIx) -> Vec<(u64, u32)> {
+        let at = |expert: ExpertIx| (layer.index() * self.experts + expert.index()) as u64;
+        let places = &mut self.places[layer.index()];
+        if place.index() >= places.len() {
+            return Vec::new();
+        }
+        let mut moves = Vec::new();
+        // an expert that lies elsewhere already leaves that place empty
+        for held in places.iter_mut().filter(|held| **held == Some(expert)) {
+            *held = None;
+        }
+        if let Some(out) = places[place.index()].replace(expert) {
+            moves.push((at(out), NONE));
+        }
+        moves.push((at(expert), place.index() as u32));
+        moves
+    }
+}
+
+impl GpuQueue {
+    /// Puts an expert into a place, and the map right, behind everything queued before.
+    pub(super) fn upload(
+        &mut self,
+        layer: LayerIx,
+        place: PlaceIx,
+        payload: &Payload,
+        staging: UploadStaging,
+    ) -> Result<(), DeviceError> {
+        check!(Place, payload.is_intact() && payload.layer == layer, "{payload:?} arrived changed or in {layer:?}");
+        self.end_cures();
+        self.submit_ready();
+        let bank = &self.core.weights.banks[layer.index()];
+        let expert = bank.expert_of(payload.expert, &payload.bytes)?;
+        let context = self.core.context.clone();
+        write_expert(&Uploader::new(&context, u64::MAX), bank, place, &expert);
+        for (word, value) in self.held.moves(layer, place, payload.expert) {
+            context.queue.write_buffer(&self.core.weights.map, 4 * word, bytemuck::bytes_of(&value));
+        }
+        let submission = self.submit();
+        self.shared.expect_upload(staging, submission);
+        Ok(())
+    }
+
+    /// Begins a cure. Its last dispatches are encoded by whatever follows, into the same submission.
+    pub(super) fn resume(&mut self, stop: Stop, turn: Turn, made: &Completions, form: Form) -> Result<(), DeviceError> {
+        let Some(moe) = self.core.geometry.moe.filter(|_| self.core.mend.is_some()) else {
+            return Err(DeviceError::Unfit { why: "a miss on a device whose banks are full".into() });
+        };
+        self.end_cures();
+        let (slot, hidden) = (stop.slot, self.core.geometry.hidden);
+        let rows = if let Form::Pass(rows) = form { rows } else { 1 };
+        let most = rows as usize * moe.top_k;
+        let good: Vec<(u32, &[f32])> = (made.at.iter().copied())
+            .zip(made.outputs.chunks_exact(hidden))
+            .filter(|(at, _)| (*at as usize) < most)
+            .collect();
+        let of_stop = Stamp { flight: stop.flight, slot, turn: stop.turn };
+        let flight = self.flight_of(of_stop, Position(0), rows, 0, false, false);
+        self.write(slot, Name::FlightCure, 0, bytemuck::bytes_of(&flight));
+        let mut parts = good.chunks(COMPLETED_ROOM).peekable();
+        loop {
+            let part = parts.next().unwrap_or(&[]);
+            let mut cure = vec![turn.0, u32::from(stop.point.layer.0), part.len() as u32, 0];
+            cure.extend(part.iter().map(|(at, _)| *at));
+            self.write(slot, Name::Cure, 0, bytemuck::cast_slice(&cure));
+            let floats: Vec<f32> = part.iter().flat_map(|(_, made)| *made).copied().collect();
+            if !floats.is_empty() {
+                self.write(slot, Name::Completed, 0, &rows_padded(&floats, hidden));
+            }
+            if parts.peek().is_none() {
+                break;
+            }
+            self.mend(slot, &[PICKS_OF_PASS]);
+        }
+        self.cures.push((slot, form));
+        Ok(())
+    }
+
+    /// Encodes the ends of cures that were begun.
+    pub(super) fn end_cures(&mut self) {
+        for (slot, form) in std::mem::take(&mut self.cures) {
+            let first = if form == Form::Step { SUM_OF_STEP } else { PICKS_OF_PASS };
+            self.mend(slot, &[first, END]);
+        }
+    }
+
+    /// Computes a missing expert from the place it was uploaded to, for all rows that miss it.
+    pub(super) fn fill(
+        &mut self,
+        stamp: Stamp,
+        layer: LayerIx,
+        place: PlaceIx,
+        expert: ExpertIx,
+        form: Form,
+    ) -> Result<(), DeviceError> {
+        let Some(moe) = self.core.geometry.moe.filter(|_| self.core.mend.is_some()) else {
+            return Err(DeviceError::Unfit { why: "a miss on a device whose banks are full".into() });
+        };
+        self.end_cures();
+        let slot = stamp.slot;
+        let rows = if let Form::Pass(rows) = form { rows } else { 1 };
+        let flight = self.flight_of(stamp, Position(0), rows, 0, false, false);
+        let bank = &self.core.weights.banks[layer.index()];
+        let sorted = prefill::sorted_at(&moe, self.core.sizes.given, bank.residents.len());
+        let tile = self.core.tile_rows(layer);
+        let cure = [u32::from(expert.0), place.index() as u32, sorted, tile];
+        self.write(slot, Name::Flight, 0, bytemuck::bytes_of(&flight));
+        self.write(slot, Name::FlightCure, 0, bytemuck::bytes_of::<Flight>(&flight));
+        self.write(slot, Name::Cure, 0, bytemuck::cast_slice(&cure));
+        self.mend(slot, &[if form == Form::Step { FILL_OF_STEP } else { FILL_OF_PASS }]);
+        let mut encoder = self.encoder();
+        if form == Form::Step {
+            // resident and shared experts are in the residual already
+            encoder.clear_buffer(self.core.slots[slot.index()].slot.buffer(Name::SharedOut(layer)), 0, None);
+        }
+        {
+            let bound = &self.core.slots[slot.index()];
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+            let wanted = |dispatch: &Dispatch| {
+                dispatch.section == Section::Experts(layer)
+                    && matches!(dispatch.class, DispatchClass::ExpUp | DispatchClass::ExpDown)
+            };
+            match form {
+                Form::Step => self.core.step.encode(&mut pass, &bound.step, 1, wanted, |_, _| {}),
+                Form::Pass(_) => self.core.pass[0].encode(&mut pass, &bound.pass[0], rows, wanted, |_, _| {}),
+            }
+        }
+        self.ready.push(encoder.finish());
+        Ok(())
+    }
+
+    /// What comes before a run's first dispatch: ends of cures, and counts that begin anew.
+    pub(super) fn begin_run(&mut self, run: &Run) {
+        self.forms[run.stamp.slot.index()] = Form::of(run, self.core.geometry.hidden);
+        self.end_cures();
+        if let (Some(moe), true) = (self.core.geometry.moe, self.core.mend.is_some()) {
+            let mut encoder = self.encoder();
+            let routes = self.core.slots[run.stamp.slot.index()].slot.buffer(Name::Routes(LayerIx(0)));
+            let words = self.core.weights.banks.len() * moe.experts;
+            encoder.clear_buffer(routes, 4 * counts_at(&moe) as u64, Some(4 * words as u64));
+            self.ready.push(encoder.finish());
+        }
+    }
+
+    /// Encodes dispatches of the cures' plan.
+    fn mend(&mut self, slot: SlotIx, which: &[usize]) {
+        let mut encoder = self.encoder();
+        {
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+            let ready = self.core.mend.as_ref().expect("a partial bank");
+            let groups = &self.core.slots[slot.index()].mend;
+            for at in which {
+                let dispatch = &ready.plan.dispatches[*at];
+                pass.set_pipeline(&ready.pipelines[dispatch.pipeline].pipeline);
+                pass.set_bind_group(0, &groups[*at], &[]);
+                let [x, y, z] = dispatch.grid.groups(1);
+                pass.dispatch_workgroups(x, y, z);
+            }
+        }
+        self.ready.push(encoder.finish());
+    }
+}
+
+/// How the run behind item `at` of an append runs.
+pub(super) fn form_behind(items: &[Item], at: usize, hidden: usize) -> Option<Form> {
+    items[at..].iter().find_map(|item| match item {
+        Item::Run(run) => Some(Form::of(run, hidden)),
+        _ => None,
+    })
+}
