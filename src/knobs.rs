@@ -143,6 +143,12 @@ pub enum KnobError {
         /// The known name that looks most like it.
         nearest: &'static str,
     },
+    /// A line of a profile that sets nothing.
+    #[error("the profile's line {line:?} is not understood, wanted NAME=VALUE")]
+    Line {
+        /// The line.
+        line: String,
+    },
 }
 
 /// One line of the table.
@@ -286,7 +292,17 @@ impl Knobs {
     ///
     /// A value that is not accepted, or a `CMF_NEMO_` variable that is no knob.
     pub fn from_env() -> Result<Self, KnobError> {
+        Self::from_profile_and_env("")
+    }
+
+    /// The defaults, then what a profile says ([`Knobs::read_profile`]), then what the environment says.
+    ///
+    /// # Errors
+    ///
+    /// As [`Knobs::read_profile`] and [`Knobs::from_env`].
+    pub fn from_profile_and_env(profile: &str) -> Result<Self, KnobError> {
         let mut knobs = Self::default();
+        knobs.read_profile(profile)?;
         knobs.read(std::env::vars_os(), Origin::Environment)?;
         Ok(knobs)
     }
@@ -305,6 +321,19 @@ impl Knobs {
             if let Some(name) = name.to_str().filter(|name| name.starts_with("CMF_NEMO_")) {
                 self.set(name, &value.to_string_lossy(), origin)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Sets what the lines `NAME=VALUE` of a profile say; empty lines and those that begin with `#` say nothing.
+    ///
+    /// # Errors
+    ///
+    /// A line of another kind, a value that is not accepted, or a name that is no knob.
+    pub fn read_profile(&mut self, text: &str) -> Result<(), KnobError> {
+        for line in text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')) {
+            let (name, value) = line.split_once('=').ok_or_else(|| KnobError::Line { line: line.into() })?;
+            self.set(name.trim(), value, Origin::Profile)?;
         }
         Ok(())
     }
@@ -535,6 +564,19 @@ mod tests {
         assert_eq!(knobs.steps, 4);
         let error = knobs.read(variables(&[("CMF_NEMO_STPES", "4")]), Origin::Environment).unwrap_err();
         assert_eq!(error, KnobError::Unknown { name: "CMF_NEMO_STPES".into(), nearest: "CMF_NEMO_STEPS" });
+    }
+
+    #[test]
+    fn a_profile_is_read_line_by_line() {
+        let mut knobs = Knobs::default();
+        knobs.read_profile("# of this machine\n\nCMF_NEMO_THREADS=3\n CMF_NEMO_ACT = f32 \r\n").unwrap();
+        assert_eq!((knobs.threads, knobs.act), (Some(3), Activations::F32));
+        assert_eq!(knobs.list().filter(|(.., origin)| *origin == Origin::Profile).count(), 2);
+        knobs.set("CMF_NEMO_THREADS", "5", Origin::Flag).unwrap();
+        assert_eq!(knobs.threads, Some(5));
+        assert_eq!(knobs.read_profile("threads"), Err(KnobError::Line { line: "threads".into() }));
+        assert!(matches!(knobs.read_profile("CMF_NEMO_THREADS=0"), Err(KnobError::Value { .. })));
+        assert!(matches!(knobs.read_profile("HOME=/"), Err(KnobError::Unknown { .. })));
     }
 
     #[test]

@@ -112,6 +112,29 @@ fn a_synthetic_model_is_measured_recorded_and_calibrated() {
 }
 
 #[test]
+fn a_profile_says_what_was_measured_and_flags_override_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |args: &[&str]| succeeded(&riparian(dir.path(), args));
+    at(&["synth", "m.cmf", "--geometry", "tiny", "--mtp"]);
+    let told = json(&at(&["tune", "m.cmf", "--out", "here.profile", "--json"]));
+    assert!(told["completions"].as_array().unwrap().iter().all(|c| c["layer_us"].as_f64().unwrap() > 0.0));
+    assert_eq!(told["decode"].as_array().unwrap().len(), 2, "with and without drafts");
+    let proposed = told["proposed"].as_object().unwrap();
+    assert_eq!(proposed.len(), 3);
+    let profile = std::fs::read_to_string(dir.path().join("here.profile")).unwrap();
+    for (name, value) in proposed {
+        assert!(profile.lines().any(|line| line == format!("{name}={}", value.as_str().unwrap())), "{profile}");
+    }
+    let page = at(&["doctor", "--profile", "here.profile", "--json"]);
+    let knobs = json(&page)["knobs"].to_string();
+    // Every call here gives --threads, which goes before the profile's.
+    assert!(knobs.contains("profile") && knobs.contains("flag"), "{knobs}");
+    std::fs::write(dir.path().join("bad.profile"), "nonsense").unwrap();
+    let out = riparian(dir.path(), &["doctor", "--profile", "bad.profile"]);
+    assert_eq!(out.status.code(), Some(2), "a profile that is not understood is a misuse");
+}
+
+#[test]
 fn what_cannot_be_is_refused_with_a_reason() {
     let dir = tempfile::tempdir().unwrap();
     let refused = |args: &[&str]| {

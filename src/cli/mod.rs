@@ -16,6 +16,7 @@ mod stream;
 mod synth;
 mod terminal;
 mod transcribe;
+mod tune;
 mod verify;
 
 use std::future::Future;
@@ -75,6 +76,8 @@ enum Command {
     Info(info::Info),
     /// Prefill and decode rates of this machine
     Bench(bench::Bench),
+    /// What this machine is best run with
+    Tune(tune::Tune),
     /// Which experts some recordings use, for partial banks
     Calibrate(calibrate::Calibrate),
     /// A model of any geometry without weights, for benchmarks
@@ -110,6 +113,9 @@ pub(crate) struct Global {
     /// Any knob, by its variable with or without CMF_NEMO_ (riparian doctor lists them)
     #[arg(long = "knob", global = true, value_name = "NAME=VALUE")]
     knobs: Vec<String>,
+    /// Knobs of riparian tune, which the environment and flags override
+    #[arg(long, global = true, value_name = "FILE")]
+    profile: Option<PathBuf>,
     /// Write a trace that Perfetto opens (https://ui.perfetto.dev)
     #[arg(long, global = true, value_name = "FILE")]
     trace: Option<PathBuf>,
@@ -119,9 +125,13 @@ pub(crate) struct Global {
 }
 
 impl Global {
-    /// The environment's knobs, then the flags'.
+    /// The profile's knobs, then the environment's, then the flags'.
     fn knobs(&self) -> Result<Knobs, Failure> {
-        let mut knobs = Knobs::from_env()?;
+        let profile = match &self.profile {
+            Some(path) => std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?,
+            None => String::new(),
+        };
+        let mut knobs = Knobs::from_profile_and_env(&profile)?;
         let mut set = |name: &str, value: &str| knobs.set(name, value, Origin::Flag);
         for (name, value) in [
             ("CMF_NEMO_DEVICE", &self.device),
@@ -207,6 +217,7 @@ pub(crate) fn run() -> ExitCode {
             Command::Convert(command) => command.run(&global, &mut terminal),
             Command::Info(command) => command.run(&global, &mut terminal),
             Command::Bench(command) => command.run(&global, &mut terminal),
+            Command::Tune(command) => command.run(&global, &mut terminal),
             Command::Calibrate(command) => command.run(&global, &mut terminal),
             Command::Synth(command) => command.run(&global, &mut terminal),
             Command::Verify(command) => command.run(&global, &mut terminal),

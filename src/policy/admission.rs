@@ -3,7 +3,7 @@
 //! One pool a layer. Two policies share the bookkeeping: the specification's
 //! own ([`Policy::Baseline`]), and recency with decayed frequency
 //! ([`Policy::RecencyFrequency`]), which keeps what was used in the last few
-//! positions and otherwise compares faster-decaying counts.
+//! positions and otherwise compares counts of a longer memory.
 
 use crate::ids::{ExpertIx, LayerIx, PlaceIx};
 
@@ -13,8 +13,9 @@ pub enum Policy {
     /// Scores decay by 0.98 a position and count routings, a miss adds four; an expert moves in if it beats the worst
     /// resident by half again plus one.
     Baseline,
-    /// Scores decay by 0.97 and count routings alone; what was used within eight positions is worth half a routing more;
-    /// an expert moves in if it beats the least valuable resident by a tenth.
+    /// Scores decay by 0.995 and count routings, a miss adds half of one; what was used within eight positions is worth
+    /// half a routing more; an expert moves in if it beats the least valuable resident by a tenth. The constants are those
+    /// that replay best (`docs/partial-banks.md`).
     #[default]
     RecencyFrequency,
 }
@@ -118,7 +119,7 @@ impl Admission {
     pub fn routed(&mut self, positions: u32, routed: &[Vec<u32>], prefill: bool) {
         let decay: f64 = match self.options.policy {
             Policy::Baseline => 0.98,
-            Policy::RecencyFrequency => 0.97,
+            Policy::RecencyFrequency => 0.995,
         };
         if prefill {
             self.bonus.fill(self.options.after_prefill);
@@ -144,10 +145,12 @@ impl Admission {
 
     /// These experts missed.
     pub fn missed(&mut self, layer: LayerIx, experts: impl IntoIterator<Item = ExpertIx>) {
-        if self.options.policy == Policy::Baseline {
-            let pool = &mut self.pools[layer.index()];
-            experts.into_iter().for_each(|expert| pool.score[expert.index()] += 4.0 * self.unit);
-        }
+        let worth = match self.options.policy {
+            Policy::Baseline => 4.0,
+            Policy::RecencyFrequency => 0.5,
+        };
+        let pool = &mut self.pools[layer.index()];
+        experts.into_iter().for_each(|expert| pool.score[expert.index()] += worth * self.unit);
     }
 
     /// Moves to begin now, each with who had its place. Each is answered by [`placed`](Self::placed) or

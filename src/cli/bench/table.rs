@@ -58,8 +58,10 @@ fn row(line: &Map<String, Value>) -> [String; 12] {
     };
     let spread = format!("{}-{}", number(&line["decode_spread"][0], 1), number(&line["decode_spread"][1], 1));
     let lost = if line["recovered"] == true { "*" } else { "" };
+    let (device, kernels) = (plain(&line["device"]), plain(&line["kernels"]));
+    let named = device.to_lowercase().contains(&kernels);
     [
-        format!("{} ({})", plain(&line["device"]), plain(&line["kernels"])),
+        if named { device } else { format!("{device} ({kernels})") },
         experts,
         drafts,
         plain(&line["prompt_len"]),
