@@ -2,10 +2,12 @@
 //!
 //! `golden` holds the transcripts of the tiny model against its reference,
 //! `input` what happens with recordings and files that are not as they should
-//! be, `commands` every command once, `usage` what is refused and how.
+//! be, `gpu` the program on an adapter, `commands` every command once, `usage` what is refused and how.
 
 mod commands;
 mod golden;
+#[cfg(feature = "gpu")]
+mod gpu;
 mod input;
 mod support;
 mod usage;
