@@ -117,8 +117,11 @@ impl MissLaid {
     /// The miss at `stop`.
     #[must_use]
     pub fn missed(&self, stop: Stop, form: Form, bytes: &[u8]) -> Missed {
-        let words: Vec<u32> = bytemuck::pod_collect_to_vec(&bytes[4 * self.layers * self.experts..]);
-        let (picks, normed) = words.split_at(self.words(form)[0]);
+        let [picks, rows] = self.words(form);
+        // only what this form wrote: the buffer has room for a pass, and a step's miss must not wait for its bytes
+        let own = &bytes[4 * self.layers * self.experts..][..4 * (picks + rows)];
+        let words: Vec<u32> = bytemuck::pod_collect_to_vec(own);
+        let (picks, normed) = words.split_at(picks);
         // (expert, place), by row and pick
         let picks: Vec<(u32, u32)> = match form {
             Form::Step => picks[1..].chunks_exact(4).map(|entry| (entry[0], entry[1])).collect(),
