@@ -1,7 +1,7 @@
 // out = acts . W^T over the rows of a pass, through matrix units (16x16x16, f16 in, f32 out).
 //
 // acts  f16 [rows, COLS]: what the mode's activations stand for, over the row's own power of two;  act_scale  f32 [rows]
-// A workgroup of eight subgroups of 32 computes 128 rows by 128 columns, a subgroup 32 by 64; 32 columns of the sum a
+// A workgroup of four subgroups of 32 computes 64 rows by 128 columns, a subgroup 32 by 64; 32 columns of the sum a
 // step, through workgroup memory, the next step's loads in flight meanwhile. Sums in f32. All workgroup variables are
 // of whole 16 bytes: a matrix load or store takes its address without the rest.
 // In int8 mode the codes are exact and code times scale is rounded to f16 once: 2^-11, where the int8 step itself is
@@ -9,12 +9,12 @@
 
 @group(0) @binding(5) var<storage, read> acts: array<vec4<f16>>; // [rows, COLS / 4]
 
-const TILE_ROWS: u32 = 128u;
+const TILE_ROWS: u32 = 64u;
 const PITCH: u32 = 10u; // vec4 from row to row of a tile: 32 columns and 8 that keep banks apart
 
-var<workgroup> xt: array<vec4<f16>, 1280>; // [128, PITCH]
+var<workgroup> xt: array<vec4<f16>, 640>; // [64, PITCH]
 var<workgroup> wt: array<vec4<f16>, 1280>; // [128, PITCH]
-var<workgroup> cells: array<vec4<f32>, 512>; // [8, 16, 16]
+var<workgroup> cells: array<vec4<f32>, 256>; // [4, 16, 16]
 var<workgroup> here: vec4<u32>; // a tile
 
 fn hold_x(at: u32, v: vec4<f16>) {
@@ -39,7 +39,7 @@ fn spill(team: u32, lane: u32, tile: Tile, column: u32, side: u32, i: u32, j: u3
     }
 }
 
-@compute @workgroup_size(256)
+@compute @workgroup_size(128)
 fn main(
     @builtin(workgroup_id) group: vec3<u32>,
     @builtin(local_invocation_index) me: u32,
@@ -60,7 +60,7 @@ fn main(
     let base = tile.place + params.base;
     let side = 4u * tile.place + params.side;
 
-    // an invocation brings 16 columns of one row of either tile
+    // an invocation brings 16 columns of one row of activations and of two of weights
     let r = me / 2u;
     let half = me % 2u;
     let to = r * PITCH + 4u * half;
@@ -68,8 +68,12 @@ fn main(
     let n = min(column + r, params.rows - 1u);
     let n_side = side + n * SIDE_WORDS;
     let ladder = ladder_of(n_side);
+    let other = min(column + 64u + r, params.rows - 1u);
+    let other_side = side + other * SIDE_WORDS;
+    let other_ladder = ladder_of(other_side);
 
     var w = fetch(base, n_side, ladder, n, 0u, half);
+    var v = fetch(base, other_side, other_ladder, other, 0u, half);
     var x0 = acts[start];
     var x1 = acts[start + 1u];
     var x2 = acts[start + 2u];
@@ -92,10 +96,12 @@ fn main(
         hold_x(to + 2u, x2);
         hold_x(to + 3u, x3);
         unfold(w, half, to);
+        unfold(v, half, to + 64u * PITCH);
         workgroupBarrier();
         if (k + 32u < COLS) {
             let next = start + (k + 32u) / 4u;
             w = fetch(base, n_side, ladder, n, k + 32u, half);
+            v = fetch(base, other_side, other_ladder, other, k + 32u, half);
             x0 = acts[next];
             x1 = acts[next + 1u];
             x2 = acts[next + 2u];

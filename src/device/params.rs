@@ -532,7 +532,7 @@ params! {
 params! {
     /// `prefill_ssd_pass.wgsl`
     SsdPass: "prefill_ssd_pass" "Params" {
-        /// Floats from snapshot to snapshot; 0 where there is one.
+        /// vec4s from snapshot to snapshot; 0 where there is one.
         snapshot: u32,
         /// Unused.
         pad_a: u32,

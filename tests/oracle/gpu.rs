@@ -27,6 +27,10 @@ use crate::tolerance::{F32, F32_OTHER_LADDER, INT8, INT8_BLOCK, Tolerance};
 const SLOT: SlotIx = SlotIx(0);
 
 fn open(case: &Case, activations: Activations, team: Option<Team>, batch: usize) -> Gpu {
+    open_with_room(case, activations, team, batch, 256)
+}
+
+fn open_with_room(case: &Case, activations: Activations, team: Option<Team>, batch: usize, positions: usize) -> Gpu {
     let name = std::env::var("RIPARIAN_TEST_ADAPTER").unwrap_or_else(|_| "llvmpipe".into());
     let found = find(&DeviceChoice::Adapter(name.clone())).expect("an adapter for the tests");
     assert!(found.info().name.to_lowercase().contains(&name.to_lowercase()), "{:?}", found.info());
@@ -35,7 +39,7 @@ fn open(case: &Case, activations: Activations, team: Option<Team>, batch: usize)
         assert_eq!(context.team, team);
     }
     let setup =
-        Setup { activations, positions: 256, slots: 1, pass_rows: batch, window_bytes: 64 << 20, keep_logits: false };
+        Setup { activations, positions, slots: 1, pass_rows: batch, window_bytes: 64 << 20, keep_logits: false };
     Gpu::open(context, &case.geometry, case.weights(), &setup, &mut |_, _| {}).expect("the model on the device")
 }
 
@@ -52,10 +56,31 @@ struct Whole {
 
 impl Whole {
     fn new(case: &Case, activations: Activations, team: Option<Team>, batch: usize) -> Self {
-        let gpu = open(case, activations, team, batch);
+        Self::with_room(case, activations, team, batch, 256)
+    }
+
+    fn with_room(case: &Case, activations: Activations, team: Option<Team>, batch: usize, positions: usize) -> Self {
+        let gpu = open_with_room(case, activations, team, batch, positions);
+        assert_eq!(gpu.facts().prefill_rows, batch, "passes as wide as they were asked for");
         let label = format!("{} {activations:?}, passes of {batch}", gpu.facts().name);
         let (queue, landings) = Box::new(gpu).split();
         Self { label, queue, landings, turn: 0, flights: 0, batch, hidden: case.geometry.hidden }
+    }
+
+    fn begin(&mut self) {
+        self.turn += 1;
+        let (slot, turn) = (SLOT, Turn(self.turn));
+        let start = Item::Start { slot, turn, session: SessionId(1), eos: Arc::new([]), seed: None };
+        self.queue.append(vec![start]).expect("queued");
+    }
+
+    fn state(&mut self) -> Box<Seed> {
+        let read = Item::Read { slot: SLOT, what: Read::State, staging: Staging(0) };
+        self.queue.append(vec![read]).expect("queued");
+        match self.landings.wait(Wait::Read(Staging(0)), None).expect("landed") {
+            Landing::State(seed) => seed,
+            other => panic!("{other:?}"),
+        }
     }
 
     fn run(&mut self, from: u32, to: u32, work: Work) -> Vec<TokenId> {
@@ -90,10 +115,7 @@ impl Engine for Whole {
 
 impl Decode for Whole {
     fn decode(&mut self, rows: &[f32], steps: usize) -> Vec<TokenId> {
-        self.turn += 1;
-        let (slot, turn) = (SLOT, Turn(self.turn));
-        let start = Item::Start { slot, turn, session: SessionId(1), eos: Arc::new([]), seed: None };
-        self.queue.append(vec![start]).expect("queued");
+        self.begin();
         let passes: Vec<&[f32]> = rows.chunks(self.batch * self.hidden).collect();
         let mut ids = Vec::new();
         for (i, pass) in passes.iter().enumerate() {
@@ -294,4 +316,64 @@ fn peer_kernel_q4tp_without_subgroups() {
 fn blocks_of_kernel() {
     let Some(case) = Case::fixture("kernel") else { return };
     check_blocks(&case, &mut Inside::new(&case, Activations::F32, None), &[], &F32);
+}
+
+/// The whole prompt in one pass, experts sorted over all its rows.
+#[test]
+fn prompts_in_one_pass() {
+    for name in ["kernel-q4tp", "nemo-q4tp"] {
+        let Some(case) = Case::peer(name) else { continue };
+        for activations in ARITHMETICS {
+            let recorded = Reference::record(&case, activations, 24);
+            let Some(case) = Case::peer(name) else { continue };
+            let case = case.with_reference(recorded);
+            check_decode(&case, &mut Whole::new(&case, activations, None, 128), tolerance(activations, false));
+        }
+    }
+}
+
+/// However a prompt is cut, it leaves the same state: row by row, in one pass of many chunks, in passes that do not
+/// divide anything, and with a tail whose keys are split.
+#[test]
+fn passes_of_any_width_leave_the_same_state() {
+    const ROWS_ALL: usize = 2200;
+    // without experts, so that no near-tie of a router can make a difference
+    let Some(case) = Case::fixture("tiny-mlp") else { return };
+    let hidden = case.geometry.hidden;
+    let wave = |i: usize| ((i * i % 1009) as f32 * 0.37 + i as f32 * 1.7).sin();
+    let rows: Vec<f32> = (0..ROWS_ALL * hidden).map(wave).collect();
+    let states = [&[8usize][..], &[1100, 300, 700, 100], &[2200]].map(|passes| {
+        let mut engine = Whole::with_room(&case, Activations::F32, None, *passes.iter().max().expect("one"), ROWS_ALL);
+        engine.begin();
+        let (mut at, mut batch) = (0, 0);
+        for n in passes.iter().cycle() {
+            let to = (at + n * hidden).min(rows.len());
+            let pass = Pass { rows: rows[at..to].to_vec(), accept: to == rows.len() };
+            let ids = engine.run(batch, batch + 1, Work::Prefill(Arc::new(pass)));
+            (at, batch) = (to, batch + 1);
+            if at == rows.len() {
+                assert_eq!(ids.len(), 1);
+                return (ids, engine.state());
+            }
+        }
+        unreachable!("passes have rows")
+    });
+    let (ids, want) = &states[0];
+    for (others, got) in &states[1..] {
+        assert_eq!((others, got.state.position), (ids, Position(ROWS_ALL as u32)));
+        for (block, (got, want)) in got.state.blocks.iter().zip(&want.state.blocks).enumerate() {
+            let parts: Vec<(&[f32], &[f32])> = match (got, want) {
+                (BlockState::Mamba(g), BlockState::Mamba(w)) => vec![(&g.conv, &w.conv), (&g.ssm, &w.ssm)],
+                (BlockState::Attention(g), BlockState::Attention(w)) => vec![(&g.k, &w.k), (&g.v, &w.v)],
+                (BlockState::None, BlockState::None) => vec![],
+                other => panic!("{other:?}"),
+            };
+            for (got, want) in parts {
+                assert_eq!(got.len(), want.len());
+                let error: f64 = got.iter().zip(want).map(|(g, w)| f64::from(g - w).powi(2)).sum();
+                let power: f64 = want.iter().map(|w| f64::from(*w).powi(2)).sum();
+                assert!(error <= 1e-9 * power, "block {block}: {:e}", error / power);
+            }
+        }
+    }
 }

@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use super::super::kernels::{Choice, Encoding, Format, TAKE_ROWS};
 use super::super::params;
-use super::super::pass::Form;
 use super::adapter::Context;
 use super::decode::{Frame, key, record};
 use super::layout::padded;
@@ -15,7 +14,7 @@ use super::slot::{Sizes, Slot};
 use super::upload::buffer;
 use super::weights::Weights;
 use crate::device::DeviceError;
-use crate::ids::{ExpertIx, LayerIx};
+use crate::ids::ExpertIx;
 use crate::knobs::{Activations, DispatchClass};
 use crate::model::geometry::Geometry;
 use crate::model::weights::DecoderWeights;
@@ -87,7 +86,7 @@ pub struct Bound {
     pub take: Vec<wgpu::BindGroup>,
     /// For [`Core::step`], over the last row of a pass.
     pub last: Vec<wgpu::BindGroup>,
-    /// For [`Core::pass`], its whole passes and its tail.
+    /// For [`Core::pass`].
     pub pass: [Vec<wgpu::BindGroup>; 2],
     /// For [`Core::mend`].
     pub mend: Vec<wgpu::BindGroup>,
@@ -106,7 +105,7 @@ pub struct Core {
     pub step: Ready,
     /// Row `i` of the given ones becomes the residual's only row: dispatch `i`.
     pub take: Ready,
-    /// A pass of many rows: many, or few of them behind many positions.
+    /// A pass of many rows, as [`prefill::SPLITS`] has them.
     pub pass: [Ready; 2],
     /// Cures and fills, with partial banks.
     pub mend: Option<Ready>,
@@ -173,12 +172,10 @@ impl Core {
         let step = Ready::new(&context, &mut pipelines, record(frame))?;
         let take = Ready::new(&context, &mut pipelines, take_plan(&context, padded(geometry.hidden), pass_rows))?;
         let sizes = Sizes { positions: setup.positions, snapshots: 1, given: pass_rows };
-        let pass = [1, prefill::TAIL_SPLITS].map(|splits| {
-            let frame = Frame { rows: pass_rows, ..frame };
-            prefill::record(PassFrame { frame, cooperative: context.cooperative, splits })
-        });
-        let [many, few] = pass;
-        let pass = [Ready::new(&context, &mut pipelines, many)?, Ready::new(&context, &mut pipelines, few)?];
+        let frame = Frame { rows: pass_rows, ..frame };
+        let [whole, split] = prefill::SPLITS
+            .map(|splits| prefill::record(PassFrame { frame, cooperative: context.cooperative, splits }));
+        let pass = [Ready::new(&context, &mut pipelines, whole)?, Ready::new(&context, &mut pipelines, split)?];
         let mend = match geometry.moe.as_ref().filter(|_| !full) {
             Some(moe) => Some(Ready::new(&context, &mut pipelines, partial::plan(&context, geometry, moe))?),
             None => None,
@@ -215,14 +212,6 @@ impl Core {
             sizes,
             activations: setup.activations,
         })
-    }
-
-    /// Rows of the tiles that a pass sorts a layer's picks into.
-    #[must_use]
-    pub fn tile_rows(&self, layer: LayerIx) -> u32 {
-        let [up, _] = self.weights.banks[layer.index()].place.mlp;
-        let int8 = self.activations == Activations::Int8;
-        Form::of(up.format, int8, self.context.cooperative).tile_rows()
     }
 }
 

@@ -9,6 +9,7 @@
 
 use super::super::kernels::{CURE, Choice, Encoding, FILL_PASS, FILL_STEP, Format, RESUME_PASS, RESUME_STEP};
 use super::super::params::{Flight, NONE};
+use super::super::pass::TILE_ROWS;
 use super::adapter::Context;
 use super::core::Core;
 use super::decode::{WG, key};
@@ -307,8 +308,7 @@ impl GpuQueue {
         let flight = self.flight_of(stamp, Position(0), rows, 0, false, false);
         let bank = &self.core.weights.banks[layer.index()];
         let sorted = prefill::sorted_at(&moe, self.core.sizes.given, bank.residents.len());
-        let tile = self.core.tile_rows(layer);
-        let cure = [u32::from(expert.0), place.index() as u32, sorted, tile];
+        let cure = [u32::from(expert.0), place.index() as u32, sorted, TILE_ROWS];
         self.write(slot, Name::Flight, 0, bytemuck::bytes_of(&flight));
         self.write(slot, Name::FlightCure, 0, bytemuck::bytes_of::<Flight>(&flight));
         self.write(slot, Name::Cure, 0, bytemuck::cast_slice(&cure));

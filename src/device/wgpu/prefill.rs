@@ -14,7 +14,7 @@ use super::super::kernels::{
     PREFILL_SORT, PREFILL_SSD_OUT, PREFILL_SSD_PASS, PREFILL_SSD_STATES, PREFILL_SSD_STEPS, PREFILL_SUM, TAKE_ROWS,
 };
 use super::super::params::{self, NONE};
-use super::super::pass::{Form, PassChoice, Source};
+use super::super::pass::{Form, PassChoice, Source, TILE_ROWS};
 use super::adapter::Context;
 use super::decode::{self, Frame, RING, WG};
 use super::layout::{Laid, padded};
@@ -34,7 +34,7 @@ const CHUNK: u32 = 64;
 const QUERY_TILE: u32 = 64;
 
 /// Parts of the keys where a pass has too few rows to keep a card busy.
-pub const TAIL_SPLITS: u32 = 8;
+const TAIL_SPLITS: u32 = 8;
 
 /// Rows up to which a pass counts as such a tail.
 pub const TAIL_ROWS: usize = 256;
@@ -69,8 +69,17 @@ pub struct PassFrame<'m> {
     pub frame: Frame<'m>,
     /// Whether products with quantised matrices go through matrix units.
     pub cooperative: bool,
-    /// Parts of the keys: 1, or [`TAIL_SPLITS`].
+    /// Parts of the keys, one of [`SPLITS`].
     pub splits: u32,
+}
+
+/// Parts of the keys: one, or several where few rows stand behind many positions and would leave a card idle.
+pub const SPLITS: [u32; 2] = [1, TAIL_SPLITS];
+
+/// Which of [`SPLITS`] suits a pass of `rows` that ends at position `reach`.
+#[must_use]
+pub fn split_of(rows: usize, reach: usize) -> usize {
+    usize::from(rows <= TAIL_ROWS && reach >= 8 * TAIL_ROWS)
 }
 
 /// Words of every buffer that a pass of `rows` needs beside the slot's own.
@@ -116,9 +125,9 @@ fn needs(geometry: &Geometry, weights: &Weights, rows: usize) -> Vec<(Name, usiz
     all
 }
 
-/// Word of the list where sorted rows begin: behind the largest number of tiles of the smaller size.
+/// Word of the list where sorted rows begin: behind the largest number of tiles.
 fn order_at(picks: usize, places: usize) -> usize {
-    4 + 4 * (picks / 64 + places)
+    4 + 4 * (picks / TILE_ROWS as usize + places)
 }
 
 /// Most rows, up to `wanted`, whose buffers the device can bind.
@@ -396,14 +405,14 @@ impl<'m> Builder<'m> {
         let x = (laid.rows as u32).div_ceil(form.tile_cols());
         let grid = if experts {
             let places = self.pass.frame.weights.banks[p.layer as usize].residents.len() as u32;
-            Grid::Tiles { per: form.tile_rows(), x, top_k: self.moe_geometry().top_k as u32, places }
+            Grid::Tiles { per: TILE_ROWS, x, top_k: self.moe_geometry().top_k as u32, places }
         } else {
-            Grid::Rows { per: form.tile_rows(), x, z: 1 }
+            Grid::Rows { per: TILE_ROWS, x, z: 1 }
         };
         let list = if experts { LIST } else { Name::Nothing };
         let scale = if form == Form::F32 { Name::Nothing } else { ACT_SCALE };
         self.push(
-            Self::key(kernel, choice, 256, &numbers),
+            Self::key(kernel, choice, WG, &numbers),
             class,
             bytemuck::bytes_of(&params),
             &[Name::Control, p.from, p.from, acts, scale, list, p.out],
@@ -501,14 +510,14 @@ impl<'m> Builder<'m> {
             &[Name::Control, XBC, STEPS, STATES],
             Grid::Rows { per: CHUNK, x: p_tiles * n_tiles, z: heads },
         );
-        let snapshot = if self.pass.frame.snapshots > 1 { g.ssm_state_len() as u32 } else { 0 };
+        let snapshot = if self.pass.frame.snapshots > 1 { (g.ssm_state_len() / 4) as u32 } else { 0 };
         let params = params::SsdPass { snapshot, ..params::SsdPass::default() };
         self.push(
             key(&PREFILL_SSD_PASS),
             Class::Scan,
             bytemuck::bytes_of(&params),
             &[Name::Control, STEPS, STATES, Name::State(block)],
-            Grid::Fixed([(g.ssm_state_len() as u32).div_ceil(WG), 1, 1]),
+            Grid::Fixed([((g.ssm_state_len() / 4) as u32).div_ceil(WG), 1, 1]),
         );
         let params = params::SsdOut { d_skip, ..params::SsdOut::default() };
         self.push(
@@ -680,8 +689,7 @@ impl<'m> Builder<'m> {
         let bank = &self.pass.frame.weights.banks[layer.index()];
         let [up, down] = bank.place.mlp;
         let form = self.form(up.format);
-        assert_eq!(form.tile_rows(), self.form(down.format).tile_rows(), "one list serves both matrices of an expert");
-        let numbers = [("TOP_K", g.top_k), ("PLACES", bank.residents.len()), ("TILE_ROWS", form.tile_rows() as usize)];
+        let numbers = [("TOP_K", g.top_k), ("PLACES", bank.residents.len()), ("TILE_ROWS", TILE_ROWS as usize)];
         let params = params::PassSort { layer: u32::from(layer.0), order: self.order(layer), pad: [0; 2] };
         self.push(
             Self::key(&PREFILL_SORT, Self::PLAIN, WG, &numbers),

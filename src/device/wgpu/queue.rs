@@ -9,7 +9,7 @@ use super::decode::RING;
 use super::landing::{Copied, RECORD_BYTES, Shared, stop};
 use super::layout::padded;
 use super::partial::{Form, Held, form_behind};
-use super::prefill;
+use super::prefill::{ROWS_MIN, split_of};
 use super::upload::buffer;
 use crate::device::{DeviceError, Item, Pass, Phase, Point, Queue, Read, Run, Seed, Stamp, Work};
 use crate::ids::{Position, SlotIx, TokenId, Turn};
@@ -192,7 +192,7 @@ impl GpuQueue {
 
     fn prefill(&mut self, run: &Run, pass: &Pass) {
         let n = pass.rows.len() / self.core.geometry.hidden;
-        let wide = if self.core.mend.is_some() { n > 1 } else { n >= prefill::ROWS_MIN };
+        let wide = if self.core.mend.is_some() { n > 1 } else { n >= ROWS_MIN };
         if wide {
             self.prefill_wide(run, pass, n);
         } else {
@@ -211,8 +211,7 @@ impl GpuQueue {
         let last = self.flight_of(run.stamp, run.limit, 1, n as u32, pass.accept, true);
         self.write(slot, Name::FlightLast, 0, bytemuck::bytes_of(&last));
         self.begin_run(run);
-        // few rows behind many positions keep a card busy only if the keys are split
-        let few = usize::from(n <= prefill::TAIL_ROWS && self.reach[slot.index()] > 4 * prefill::TAIL_ROWS);
+        let split = split_of(n, self.reach[slot.index()] + n);
 
         let layers = self.core.weights.banks.len();
         let end = 3 * layers + 1;
@@ -236,7 +235,7 @@ impl GpuQueue {
                         (at..until).contains(&order(dispatch.section, layers))
                             && (first..first + at_once).contains(&place(dispatch))
                     };
-                    self.core.pass[few].encode(&mut pass, &bound.pass[few], n as u32, wanted, |_, _| {});
+                    self.core.pass[split].encode(&mut pass, &bound.pass[split], n as u32, wanted, |_, _| {});
                     if (first..first + at_once).contains(&blocks) && until == end {
                         let head = |dispatch: &Dispatch| dispatch.block.is_none();
                         self.core.step.encode(&mut pass, &bound.last, 1, head, |_, _| {});
@@ -458,11 +457,34 @@ impl GpuQueue {
     ///
     /// [`DeviceError`] where the adapter has no timestamps.
     pub fn profile(&mut self, slot: SlotIx) -> Result<Vec<(DispatchClass, u32, Duration)>, DeviceError> {
+        self.profile_plan(slot, None)
+    }
+
+    /// As [`GpuQueue::profile`], of a pass over `rows` rows that lie in the slot.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn profile_pass(
+        &mut self,
+        slot: SlotIx,
+        rows: u32,
+    ) -> Result<Vec<(DispatchClass, u32, Duration)>, DeviceError> {
+        self.profile_plan(slot, Some(rows))
+    }
+
+    fn profile_plan(
+        &mut self,
+        slot: SlotIx,
+        rows: Option<u32>,
+    ) -> Result<Vec<(DispatchClass, u32, Duration)>, DeviceError> {
         let context = self.core.context.clone();
+        let plan = if rows.is_some() { &self.core.pass[0].plan } else { &self.core.step.plan };
+        let dispatches = plan.dispatches.len() as u32;
         if !context.timestamps {
             return Err(DeviceError::Unfit { why: "the adapter has no timestamps".into() });
         }
-        let n = self.core.step.plan.dispatches.len() as u32 + 1;
+        let n = dispatches + 1;
         let queries = context.device.create_query_set(&wgpu::QuerySetDescriptor {
             label: Some("profile"),
             ty: wgpu::QueryType::Timestamp,
@@ -482,10 +504,14 @@ impl GpuQueue {
             let bound = &self.core.slots[slot.index()];
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
             let mut at = 0;
-            self.core.step.encode(
+            let (ready, groups) = match rows {
+                Some(_) => (&self.core.pass[0], &bound.pass[0]),
+                None => (&self.core.step, &bound.step),
+            };
+            ready.encode(
                 &mut pass,
-                &bound.step,
-                1,
+                groups,
+                rows.unwrap_or(1),
                 |_| true,
                 |pass, class| {
                     pass.write_timestamp(&queries, at);

@@ -1,17 +1,22 @@
-//! The kernels of a pass against their twins, on whatever Vulkan adapter there is.
-#![cfg(feature = "gpu")]
+//! The kernels of a prefill pass.
 
-mod gpu;
-mod weights;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-use gpu::{Buffer, Gpu, Pipeline, Random, Tolerance, UNWRITTEN, close};
+use riparian::device::kernels::{
+    Format, Kernel, PREFILL_ATTENTION, PREFILL_CONV, PREFILL_ENCODE, PREFILL_LAST, PREFILL_MATMAT_F32,
+    PREFILL_MATMAT_INT8, PREFILL_RING, PREFILL_ROUTE, PREFILL_SORT, PREFILL_SSD_OUT, PREFILL_SSD_PASS,
+    PREFILL_SSD_STATES, PREFILL_SSD_STEPS, PREFILL_SUM,
+};
+use riparian::device::pass::{self, PassChoice, Source};
+use riparian::device::wgpu::pipelines::Pipeline;
 use riparian::knobs::Activations;
 use riparian::model::geometry::{AttentionGeometry, MambaGeometry, MoeGeometry};
 use riparian::model::tensors::{Codec, Matrix};
 use riparian::model::weights::{MambaWeights, MlpWeights};
 use riparian::reference;
-use std::sync::{Mutex, MutexGuard, OnceLock};
-use weights::{Arena, Laid, lay, padded, random};
+
+use crate::gpu::{Buffer, Gpu, Random, Tolerance, UNWRITTEN, close};
+use crate::weights::{Arena, Laid, lay, padded, random};
 
 const NONE: u32 = u32::MAX;
 const SUM_ORDER: Tolerance = Tolerance { nmse: 1e-12, max_abs: 2e-6, why: "f32 sums in another order" };
@@ -65,11 +70,11 @@ enum Form {
 }
 
 impl Form {
-    fn encode(self) -> Vec<&'static str> {
+    fn pass(self) -> pass::Form {
         match self {
-            Form::F32 => vec!["encode_f32"],
-            Form::Int8 => vec!["group32", "encode_int8"],
-            Form::Half { .. } => vec!["group32", "encode_half"],
+            Form::F32 => pass::Form::F32,
+            Form::Int8 => pass::Form::Int8,
+            Form::Half { .. } => pass::Form::Half,
         }
     }
 
@@ -86,13 +91,14 @@ impl Form {
     }
 }
 
-fn encode_pipeline(gpu: &Gpu, form: Form, source: &str, params: &str, overrides: &[(&str, f64)]) -> Pipeline {
-    let mut pieces = vec!["team_none", "guard", "guard_read", "own_miss", "none", params, "wide_reduce", source];
-    pieces.extend(form.encode());
-    pieces.push("prefill_encode");
-    let mut all = vec![("WG", 64.0), ("INT8", f64::from(u8::from(form == Form::Half { int8: true })))];
-    all.extend(overrides);
-    gpu.pipeline(&pieces, &all)
+/// What a kernel's variant is chosen by where nothing concerns it.
+const PLAIN: PassChoice =
+    PassChoice { format: Format::F32, form: pass::Form::F32, experts: false, source: Source::Rows };
+
+fn encode_pipeline(gpu: &Gpu, form: Form, source: Source, numbers: &[(&'static str, usize)]) -> Arc<Pipeline> {
+    let int8 = usize::from(form == Form::Half { int8: true });
+    let numbers = [&[("WG", 64), ("INT8", int8)], numbers].concat();
+    gpu.pass(&PREFILL_ENCODE, PassChoice { form: form.pass(), source, ..PLAIN }, &numbers)
 }
 
 struct EncodeRows {
@@ -105,6 +111,7 @@ struct EncodeRows {
 }
 
 /// Encodes rows; returns codes and scales.
+#[allow(clippy::too_many_arguments, reason = "the kernel's own")]
 fn encode_rows(
     gpu: &Gpu,
     slot: &Slot,
@@ -117,13 +124,7 @@ fn encode_rows(
     e: &EncodeRows,
 ) -> (Buffer, Buffer) {
     let cols = padded(e.width);
-    let pipeline = encode_pipeline(
-        gpu,
-        form,
-        "rows_of_norm",
-        "encode_rows_params",
-        &[("COLS", cols as f64), ("TOP_K", top_k as f64)],
-    );
+    let pipeline = encode_pipeline(gpu, form, Source::Rows, &[("COLS", cols), ("TOP_K", top_k)]);
     let params = gpu.buffer(&words(&[
         e.norm,
         e.field,
@@ -143,7 +144,7 @@ fn encode_rows(
     gpu.run(
         &pipeline,
         &[&slot.flight, &slot.control, &params, arena, source, list, &acts, &scales],
-        [rows as u32, 1, 1],
+        [1, rows as u32, 1],
     );
     (acts, scales)
 }
@@ -270,20 +271,14 @@ fn encode_gate() {
             fill.resize(cols, 0.0);
             let norm_at = arena.floats(&fill);
             let slot = slot(&gpu, rows, 0);
-            let pipeline = encode_pipeline(
-                &gpu,
-                form,
-                "rows_of_gate",
-                "encode_gate_params",
-                &[("COLS", cols as f64), ("GROUPS", groups as f64)],
-            );
+            let pipeline = encode_pipeline(&gpu, form, Source::Gate, &[("COLS", cols), ("GROUPS", groups)]);
             let params = gpu.buffer(&[norm_at, NONE, stride as u32, width as u32, 1e-5f32.to_bits(), NONE, 0, 0]);
             let (acts, scales) = (gpu.empty(rows * form.act_words(cols)), gpu.empty(rows * cols / 32));
             let (plain, gate) = (gpu.floats(&o), gpu.floats(&z));
             gpu.run(
                 &pipeline,
                 &[&slot.flight, &slot.control, &params, &gpu.buffer(&arena.0), &plain, &gate, &acts, &scales],
-                [rows as u32, 1, 1],
+                [1, rows as u32, 1],
             );
             let want: Vec<f32> = (0..rows)
                 .flat_map(|r| {
@@ -317,8 +312,7 @@ fn encode_fuse() {
         let mut arena = Arena::default();
         let (e_at, h_at) = (arena.floats(&enorm), arena.floats(&hnorm));
         let slot = slot(&gpu, rows, 9);
-        let pipeline =
-            encode_pipeline(&gpu, Form::F32, "rows_of_fuse", "encode_fuse_params", &[("COLS", 2.0 * width as f64)]);
+        let pipeline = encode_pipeline(&gpu, Form::F32, Source::Fuse, &[("COLS", 2 * width)]);
         let params =
             gpu.buffer(&[e_at, h_at, NONE, width as u32 / 4, width as u32, 1e-5f32.to_bits(), hidden_first, NONE]);
         let (acts, scales) = (gpu.empty(rows * 2 * width), gpu.empty(rows * 2 * width / 32));
@@ -349,21 +343,16 @@ fn encode_fuse() {
 
 // ------------------------------------------------------------------ matmat
 
-fn codec_piece(codec: Codec) -> &'static str {
-    match codec {
-        Codec::F32 | Codec::F16 => "columns_f32",
-        Codec::Bf16 => "columns_bf16",
-        Codec::Q8_2f => "columns_q8",
-        Codec::Q4tp => "columns_q4",
-    }
-}
-
-fn matmat_pipeline(gpu: &Gpu, codec: Codec, form: Form, tiles: &str, laid: &Laid) -> Pipeline {
-    let kernel = if form == Form::Int8 { "prefill_matmat_int8" } else { "prefill_matmat_f32" };
-    gpu.pipeline(
-        &["team_none", "guard", "guard_read", "own_miss", "none", "matmat", tiles, codec_piece(codec), kernel],
-        &[("COLS", laid.cols as f64), ("SIDE_WORDS", laid.side_words as f64)],
-    )
+fn matmat_pipeline(gpu: &Gpu, codec: Codec, form: Form, experts: bool, laid: &Laid) -> Arc<Pipeline> {
+    let format = match codec {
+        Codec::F32 | Codec::F16 => Format::F32,
+        Codec::Bf16 => Format::Bf16,
+        Codec::Q8_2f => Format::Q8,
+        Codec::Q4tp => Format::Q4,
+    };
+    let kernel = if form == Form::Int8 { &PREFILL_MATMAT_INT8 } else { &PREFILL_MATMAT_F32 };
+    let choice = PassChoice { format, experts, ..PLAIN };
+    gpu.pass(kernel, choice, &[("COLS", laid.cols), ("SIDE_WORDS", laid.side_words)])
 }
 
 /// TO_* of `matmat.wgsl`
@@ -407,7 +396,7 @@ fn matmat() {
             let list = gpu.buffer(&[0; 4]);
             let e = EncodeRows { norm: NONE, field, place: 0, stride: laid.cols, width: cols, listed: None };
             let (acts, scales) = encode_rows(&gpu, &slot, form, &arena, &gpu.floats(&source), &list, m, 1, &e);
-            let pipeline = matmat_pipeline(&gpu, codec, form, "pass_rows", &laid);
+            let pipeline = matmat_pipeline(&gpu, codec, form, false, &laid);
             let want = reference::matvec::matmul(&w, &x, act);
             for (to, relu2, shift) in
                 [(TO_ROW, 1, 0), (TO_SUM, 0, 0), (TO_POSITION, 0, position), (TO_BEFORE, 0, position - 1)]
@@ -457,7 +446,7 @@ fn keys_of_the_draft_layer_begin_at_position_zero() {
     let (list, scales) = (gpu.buffer(&[0; 4]), gpu.buffer(&[0; 4]));
     let out = gpu.empty((m - 1) * rows);
     let params = gpu.buffer(&words(&[rows as u32, base, side, 0, rows as u32, 0, TO_BEFORE, 0, NONE, 0]));
-    let pipeline = matmat_pipeline(&gpu, Codec::F32, Form::F32, "pass_rows", &laid);
+    let pipeline = matmat_pipeline(&gpu, Codec::F32, Form::F32, false, &laid);
     gpu.run(
         &pipeline,
         &[&slot.flight, &slot.control, &params, &arena, &arena, &gpu.floats(&x), &scales, &list, &out],
@@ -532,24 +521,25 @@ fn experts_case(gpu: &Gpu, case: &Experts, act: Activations) {
     let params =
         gpu.buffer(&words(&[g.experts as u32, gate_base, gate_side, 0, g.experts as u32, 0, TO_ROW, 0, NONE, 0]));
     gpu.run(
-        &matmat_pipeline(gpu, Codec::F32, Form::F32, "pass_rows", &laid),
+        &matmat_pipeline(gpu, Codec::F32, Form::F32, false, &laid),
         &[&slot.flight, &slot.control, &params, &small, &small, &normed_buffer, &dummy, &dummy, &logits],
         [g.experts.div_ceil(64) as u32, rows.div_ceil(64) as u32, 1],
     );
 
     let k = g.top_k;
-    let route = gpu.pipeline(
-        &["team_none", "guard", "guard_read", "rows_1", "choose", "prefill_route"],
+    let route = gpu.pass(
+        &PREFILL_ROUTE,
+        PLAIN,
         &[
-            ("WG", 64.0),
-            ("EXPERTS", g.experts as f64),
-            ("TOP_K", k as f64),
-            ("N_GROUP", g.n_group as f64),
-            ("TOPK_GROUP", g.topk_group as f64),
-            ("SCORES", g.experts as f64),
-            ("PICKS", k as f64),
-            ("GROUPS", g.n_group as f64),
-            ("AT_CELLS", k as f64),
+            ("WG", 64),
+            ("EXPERTS", g.experts),
+            ("TOP_K", k),
+            ("N_GROUP", g.n_group),
+            ("TOPK_GROUP", g.topk_group),
+            ("SCORES", g.experts),
+            ("PICKS", k),
+            ("GROUPS", g.n_group),
+            ("AT_CELLS", k),
         ],
     );
     let map_at = 3;
@@ -559,7 +549,7 @@ fn experts_case(gpu: &Gpu, case: &Experts, act: Activations) {
     gpu.run(
         &route,
         &[&slot.flight, &slot.control, &params, &small, &logits, &gpu.buffer(&map), &routes_buffer],
-        [rows as u32, 1, 1],
+        [1, rows as u32, 1],
     );
     let got = gpu.read(&routes_buffer);
     let mut picks = vec![0usize; rows * k];
@@ -583,10 +573,7 @@ fn experts_case(gpu: &Gpu, case: &Experts, act: Activations) {
     let layer = 2u32;
     let order_at = 4 + 4 * (rows * k / 64 + 1 + case.places);
     let list = gpu.empty(order_at + 2 * rows * k);
-    let sort = gpu.pipeline(
-        &["team_none", "guard", "guard_write", "prefill_sort"],
-        &[("WG", 256.0), ("TOP_K", k as f64), ("PLACES", case.places as f64), ("TILE_ROWS", 64.0)],
-    );
+    let sort = gpu.pass(&PREFILL_SORT, PLAIN, &[("WG", 256), ("TOP_K", k), ("PLACES", case.places), ("TILE_ROWS", 64)]);
     let params = gpu.buffer(&[layer, order_at as u32, 0, 0]);
     gpu.run(&sort, &[&slot.flight, &slot.control, &params, &routes_buffer, &list], [1, 1, 1]);
     let listed = gpu.read(&list);
@@ -616,8 +603,7 @@ fn experts_case(gpu: &Gpu, case: &Experts, act: Activations) {
     let (up, down) = (lay(&experts[0].up), lay(&experts[0].down));
     let encode = |width: usize, field: u32, source: &Buffer, listed: bool| {
         let cols = padded(width);
-        let (source_name, overrides) = ("rows_of_norm", [("COLS", cols as f64), ("TOP_K", k as f64)]);
-        let pipeline = encode_pipeline(gpu, form, source_name, "encode_rows_params", &overrides);
+        let pipeline = encode_pipeline(gpu, form, Source::Rows, &[("COLS", cols), ("TOP_K", k)]);
         // sorted rows read the row they were picked for; what up left is sorted already
         let top = if listed { 1 } else { 2 };
         let params =
@@ -626,13 +612,13 @@ fn experts_case(gpu: &Gpu, case: &Experts, act: Activations) {
         gpu.run(
             &pipeline,
             &[&slot.flight, &slot.control, &params, &bank, source, &list, &acts, &scales],
-            [(rows * k) as u32, 1, 1],
+            [1, rows as u32, k as u32],
         );
         (acts, scales)
     };
     let multiply =
         |m: &Matrix, laid: &Laid, at: [u32; 3], acts: &(Buffer, Buffer), stride: usize, to: u32, relu2: u32| {
-            let pipeline = matmat_pipeline(gpu, case.codec, form, "pass_experts", laid);
+            let pipeline = matmat_pipeline(gpu, case.codec, form, true, laid);
             let params = gpu.buffer(&words(&[
                 m.rows() as u32,
                 at[0],
@@ -673,7 +659,7 @@ fn experts_case(gpu: &Gpu, case: &Experts, act: Activations) {
     close(&format!("experts {} {act:?}", case.codec), &all, &want, tolerance);
 
     // the sum runs in the turn that the resume began
-    let sum = gpu.pipeline(&["team_none", "guard", "guard_read", "prefill_sum"], &[("WG", 64.0), ("TOP_K", k as f64)]);
+    let sum = gpu.pass(&PREFILL_SUM, PLAIN, &[("WG", 64), ("TOP_K", k)]);
     let mut words_of = control.clone();
     words_of[1] = 0;
     let resumed = gpu.buffer(&words_of);
@@ -831,34 +817,33 @@ fn convolution_and_scan() {
         let mut control = gpu.read(&slot.control);
         control[7] = 1;
         let control = gpu.buffer(&control);
-        let base = ["team_none", "guard", "guard_read"];
         let numbers = [
-            ("WG", 64.0),
-            ("INNER", inner as f64),
-            ("CHANNELS", channels as f64),
-            ("TAPS", taps as f64),
-            ("RING", slots as f64),
-            ("PROJ", stride as f64),
-            ("HEADS", heads as f64),
-            ("P", g.head_dim as f64),
-            ("N", g.d_state as f64),
-            ("GROUPS", g.groups as f64),
-            ("DT_AT", (inner + channels) as f64),
+            ("WG", 64),
+            ("INNER", inner),
+            ("CHANNELS", channels),
+            ("TAPS", taps),
+            ("RING", slots),
+            ("PROJ", stride),
+            ("HEADS", heads),
+            ("P", g.head_dim),
+            ("N", g.d_state),
+            ("GROUPS", g.groups),
+            ("DT_AT", (inner + channels)),
         ];
-        let kernel = |name: &'static str| gpu.pipeline(&[&base[..], &[name]].concat(), &numbers);
+        let kernel = |kernel: &Kernel| gpu.pass(kernel, PLAIN, &numbers);
         let proj_buffer = gpu.floats(&proj);
         let ring_buffer = gpu.floats(&device_ring);
         let xbc_buffer = gpu.empty(rows * channels);
         let params = gpu.buffer(&[at[0], at[1], 0, 0]);
         let blocks = channels.div_ceil(64) as u32;
         gpu.run(
-            &kernel("prefill_conv"),
+            &kernel(&PREFILL_CONV),
             &[&slot.flight, &control, &params, &arena, &proj_buffer, &ring_buffer, &xbc_buffer],
             [blocks, rows as u32, 1],
         );
         close("conv", &gpu.read_floats(&xbc_buffer), &xbc, SUM_ORDER);
         gpu.run(
-            &kernel("prefill_ring"),
+            &kernel(&PREFILL_RING),
             &[&slot.flight, &control, &proj_buffer, &ring_buffer],
             [blocks, taps as u32 - 1, 1],
         );
@@ -875,7 +860,7 @@ fn convolution_and_scan() {
         let params = gpu.buffer(&[at[2], at[4], g.dt_limit[0].to_bits(), g.dt_limit[1].to_bits()]);
         let chunks = rows.div_ceil(64);
         gpu.run(
-            &kernel("prefill_ssd_steps"),
+            &kernel(&PREFILL_SSD_STEPS),
             &[&slot.flight, &control, &params, &arena, &proj_buffer, &steps],
             [heads.div_ceil(64) as u32, chunks as u32, 1],
         );
@@ -883,20 +868,20 @@ fn convolution_and_scan() {
         let grid = [(g.head_dim.div_ceil(64) * g.d_state.div_ceil(64)) as u32, chunks as u32, heads as u32];
         // the same inputs as the twin's, so that only the scan is compared
         let xbc_buffer = gpu.floats(&xbc);
-        gpu.run(&kernel("prefill_ssd_states"), &[&slot.flight, &control, &xbc_buffer, &steps, &states], grid);
+        gpu.run(&kernel(&PREFILL_SSD_STATES), &[&slot.flight, &control, &xbc_buffer, &steps, &states], grid);
         let mut snapshots = vec![7.0; 2 * g.ssm_state_len()];
         snapshots[g.ssm_state_len()..].copy_from_slice(&ssm_before);
         let state = gpu.floats(&snapshots);
-        let params = gpu.buffer(&[g.ssm_state_len() as u32, 0, 0, 0]);
+        let params = gpu.buffer(&[g.ssm_state_len() as u32 / 4, 0, 0, 0]);
         gpu.run(
-            &kernel("prefill_ssd_pass"),
+            &kernel(&PREFILL_SSD_PASS),
             &[&slot.flight, &control, &params, &steps, &states, &state],
-            [g.ssm_state_len().div_ceil(64) as u32, 1, 1],
+            [(g.ssm_state_len() / 4).div_ceil(64) as u32, 1, 1],
         );
         let out = gpu.empty(rows * inner);
         let params = gpu.buffer(&[at[3], 0, 0, 0]);
         gpu.run(
-            &kernel("prefill_ssd_out"),
+            &kernel(&PREFILL_SSD_OUT),
             &[&slot.flight, &control, &params, &arena, &xbc_buffer, &steps, &states, &out],
             [g.head_dim.div_ceil(64) as u32, chunks as u32, heads as u32],
         );
@@ -927,14 +912,8 @@ fn attention() {
         let length = position + rows;
         let kv_rows = rng.normals(length * 2 * kv);
         let slot = slot(&gpu, rows, position);
-        let numbers = [
-            ("WG", 64.0),
-            ("D", g.head_dim as f64),
-            ("HEADS", g.heads as f64),
-            ("KV_HEADS", g.kv_heads as f64),
-            ("SPLITS", splits as f64),
-        ];
-        let pipeline = gpu.pipeline(&["guard", "guard_read", "prefill_attention"], &numbers);
+        let numbers = [("WG", 64), ("D", g.head_dim), ("HEADS", g.heads), ("KV_HEADS", g.kv_heads), ("SPLITS", splits)];
+        let pipeline = gpu.pass(&PREFILL_ATTENTION, PLAIN, &numbers);
         let params = gpu.buffer(&[stride as u32 / 4, offset / 4, (1.0 / (g.head_dim as f32).sqrt()).to_bits(), 0]);
         let cells = if splits == 1 { g.head_dim } else { splits * (g.head_dim + 2) };
         let out = gpu.empty(rows * g.heads * cells);
@@ -972,28 +951,18 @@ fn attention() {
     }
 }
 
-// ------------------------------------------------------------------ matrix units
+// ------------------------------------------------------------------ the last row
 
 #[test]
-fn matrix_unit_kernels_are_valid() {
-    use wgpu::naga;
-    for tiles in ["pass_rows", "pass_experts"] {
-        for codec in ["half_q8", "half_q4"] {
-            let text = gpu::source(&[
-                "coop_head",
-                "guard",
-                "guard_read",
-                "own_miss",
-                "none",
-                "matmat",
-                tiles,
-                codec,
-                "prefill_matmat_coop",
-            ]);
-            let module = naga::front::wgsl::parse_str(&text).unwrap_or_else(|e| panic!("{}", e.emit_to_string(&text)));
-            naga::valid::Validator::new(naga::valid::ValidationFlags::all(), naga::valid::Capabilities::all())
-                .validate(&module)
-                .unwrap_or_else(|e| panic!("{} {e:?}", e.emit_to_string(&text)));
-        }
-    }
+fn the_last_row_goes_on_alone() {
+    let gpu = gpu();
+    let (rows, cols) = (5, 96);
+    let wide = Random::new(3).normals(rows * cols);
+    let slot = slot(&gpu, rows, 0);
+    let pipeline = gpu.pass(&PREFILL_LAST, PLAIN, &[("WG", 64), ("COLS", cols)]);
+    let (source, x) = (gpu.floats(&wide), gpu.empty(cols));
+    gpu.run(&pipeline, &[&slot.flight, &stale(&gpu, &slot).control, &source, &x], [1, 1, 1]);
+    assert!(gpu.read(&x).iter().all(|w| *w == UNWRITTEN));
+    gpu.run(&pipeline, &[&slot.flight, &slot.control, &source, &x], [1, 1, 1]);
+    assert_eq!(gpu.read_floats(&x), wide[(rows - 1) * cols..]);
 }

@@ -1,10 +1,9 @@
 //! Random matrices, and their layout on the device.
-#![allow(unreachable_pub)]
-#![allow(dead_code)]
+#![allow(dead_code, unreachable_pub)]
 
 use super::gpu::Random;
 use riparian::model::tensors::{Codec, Matrix};
-use riparian::reference::half::{bf16_to_f32, f16_at, f16_to_f32};
+use riparian::reference::half::f16_at;
 
 pub fn half(v: f32) -> [u8; 2] {
     half::f16::from_f32(v).to_le_bytes()
@@ -84,7 +83,6 @@ pub fn lay(m: &Matrix) -> Laid {
                     codes.push(at(c) | at(c + 1) << 16);
                 }
             }
-            let _ = (bf16_to_f32, f16_to_f32);
         }
         Codec::Q8_2f => {
             let planes = m.q8_2f();

@@ -1,0 +1,6 @@
+//! Kernels against their twins, on whatever adapter the environment names (lavapipe in CI).
+#![cfg(feature = "gpu")]
+
+mod gpu;
+mod prefill;
+mod weights;
