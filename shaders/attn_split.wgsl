@@ -3,7 +3,7 @@
 // q      f32 [rows, heads * D]
 // kv     f32 [positions, 2, kv_heads * D]: keys, then values
 // parts  f32 [rows, heads, SPLITS, D + 2]: weighted values, then the maximum and the sum of exponentials
-// Parts have whole tiles of TILE positions; those past the row's own position are empty and write a sum of 0.
+// Parts have whole tiles of TILE positions; those past the row's own position are not written.
 // Within a part tiles in order, online softmax; scores in f32. `model.md` §1.3.
 
 struct Params {
@@ -27,8 +27,10 @@ override TILE: u32; // positions at once
 override Q_CELLS: u32; // QUERIES * (D / 4 + 1)
 override S_CELLS: u32; // QUERIES * TILE
 override O_CELLS: u32; // QUERIES * D / 4
+override K_CELLS: u32; // TILE * (D / 4 + 1)
 
 var<workgroup> query: array<vec4<f32>, Q_CELLS>;
+var<workgroup> keys: array<vec4<f32>, K_CELLS>;
 var<workgroup> score: array<f32, S_CELLS>;
 var<workgroup> top: array<f32, QUERIES>;
 var<workgroup> fade: array<f32, QUERIES>;
@@ -46,7 +48,7 @@ fn main(ids: Ids) {
     let per = (length + SPLITS * TILE - 1u) / (SPLITS * TILE) * TILE;
     let begin = part * per;
     let end = min(begin + per, length);
-    if (!live() || row >= flight.rows) {
+    if (!live() || row >= flight.rows || begin >= end) {
         return;
     }
     let me = thread(ids);
@@ -63,19 +65,19 @@ fn main(ids: Ids) {
     }
     workgroupBarrier();
     for (var tile = begin; tile < end; tile += TILE) {
+        for (var t = me; t < TILE * (D / 4u); t += WG) {
+            let j = min(tile + t / (D / 4u), end - 1u);
+            keys[t / (D / 4u) * (D / 4u + 1u) + t % (D / 4u)] = kv[(j * 2u * KV_HEADS + head) * (D / 4u) + t % (D / 4u)];
+        }
+        workgroupBarrier();
         for (var t = me; t < QUERIES * TILE; t += WG) {
             let h = t % QUERIES;
-            let j = tile + t / QUERIES;
-            var s = LOWEST;
-            if (j < end) {
-                var dots = vec4<f32>();
-                let at = (j * 2u * KV_HEADS + head) * (D / 4u);
-                for (var d = 0u; d < D / 4u; d++) {
-                    dots += query[h * (D / 4u + 1u) + d] * kv[at + d];
-                }
-                s = dots.x + dots.y + dots.z + dots.w;
+            let j = t / QUERIES;
+            var dots = vec4<f32>();
+            for (var d = 0u; d < D / 4u; d++) {
+                dots += query[h * (D / 4u + 1u) + d] * keys[j * (D / 4u + 1u) + d];
             }
-            score[h * TILE + t / QUERIES] = s;
+            score[h * TILE + j] = select(LOWEST, dots.x + dots.y + dots.z + dots.w, tile + j < end);
         }
         workgroupBarrier();
         for (var h = me; h < QUERIES; h += WG) {

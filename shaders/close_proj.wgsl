@@ -34,6 +34,8 @@ fn inner16(row: u32, unit: u32) -> Sixteen {
 @compute @workgroup_size(WG)
 fn main(ids: Ids) {
     let first = ids.group.y * ROWS;
+    let block = ids.group.x * BLOCK;
+    var held = ahead(ids, params.base, block + team(ids) * WIDE, params.rows - 1u);
     for (var r = 0u; r < ROWS; r++) {
         for (var t = 0u; t < COLS / 16u; t += WG) {
             let unit = t + thread(ids);
@@ -51,10 +53,12 @@ fn main(ids: Ids) {
     if (!live()) {
         return;
     }
-    let block = ids.group.x * BLOCK;
     for (var t = 0u; t < BLOCK; t += teams(ids) * WIDE) {
         let row = block + t + team(ids) * WIDE;
-        let sums = products(ids, params.base, params.side, row, params.rows - 1u);
+        if (t > 0u) {
+            held = ahead(ids, params.base, row, params.rows - 1u);
+        }
+        let sums = products(ids, params.base, params.side, row, params.rows - 1u, held);
         for (var q = 0u; q < WIDE; q++) {
             for (var r = 0u; r < ROWS; r++) {
                 if (t + team(ids) * WIDE + q < BLOCK && row + q < params.rows && lane(ids) == 0u && first + r < flight.rows) {

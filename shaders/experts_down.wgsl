@@ -34,8 +34,12 @@ struct Params {
 override COLS: u32; // padded width of an expert
 override TOP_K: u32;
 override BLOCK: u32; // rows a workgroup computes
+override PICKS: u32; // ROWS * TOP_K
+override WEIGHTS: u32; // ROWS * PICKS
 
-const SUMS: u32 = WIDE * ROWS;
+var<workgroup> place_of: array<u32, PICKS>; // [union] first vec4 of the place, or NONE
+var<workgroup> pick_of: array<u32, WEIGHTS>; // [union, ROWS] row of `made`
+var<workgroup> weight_of: array<f32, WEIGHTS>; // [union, ROWS], 0 where the row did not choose it
 
 fn act(row: u32, at: u32) -> vec4<u32> {
     return made[row * (COLS / 16u * IN_VECS) + at];
@@ -50,45 +54,36 @@ fn main(ids: Ids) {
     let first = ids.group.z * ROWS;
     let at = ids.group.z * union_words(TOP_K);
     let go = live();
-    if (!(go || own_miss(params.layer))) {
+    let runs = go || own_miss(params.layer);
+    for (var t = thread(ids); t < ROWS * PICKS; t += WG) {
+        let u = t / ROWS;
+        let r = t % ROWS;
+        let entry = at + 1u + u * ENTRY;
+        // all at once: a word that no expert wrote is never used
+        let count = routes[at];
+        let place = routes[entry + 1u];
+        let by = routes[entry + 2u];
+        let pick = routes[entry + 3u + r];
+        let used = u < count && place != NONE && (by >> r & 1u) == 1u;
+        let row = (first + r) * TOP_K + select(0u, pick, used);
+        pick_of[t] = row;
+        weight_of[t] = select(0.0, bitcast<f32>(routes[params.weights_at + row]), used);
+        if (r == 0u) {
+            place_of[u] = select(NONE, place * params.place, u < count && place != NONE);
+        }
+    }
+    workgroupBarrier();
+    if (!runs) {
         return;
     }
-    let count = routes[at];
     for (var t = 0u; t < BLOCK; t += teams(ids) * WIDE) {
         let row = ids.group.x * BLOCK + t + team(ids) * WIDE;
-        var sums: array<f32, SUMS>;
-        for (var i = lane(ids); i < count * (COLS / CHUNK); i += lanes(ids)) {
-            let u = i / (COLS / CHUNK);
-            let c = i % (COLS / CHUNK);
-            let entry = at + 1u + u * ENTRY;
-            let place = routes[entry + 1u];
-            let by = select(routes[entry + 2u], 0u, place == NONE);
-            let base = select(place, 0u, place == NONE) * params.place;
-            var w: array<vec4<u32>, WIDE>;
-            var scale: array<f32, WIDE>;
-            var factor: array<f32, WIDE>;
-            for (var q = 0u; q < WIDE; q++) {
-                let r = min(row + q, params.rows - 1u);
-                w[q] = weights[base + params.base + r * (COLS / CHUNK) + c];
-                let side = 4u * base + params.side + r * SIDE_WORDS;
-                scale[q] = chunk_scale(side, c);
-                factor[q] = row_scale(side);
-            }
-            for (var r = 0u; r < ROWS; r++) {
-                if ((by >> r & 1u) == 1u) {
-                    let pick = (first + r) * TOP_K + routes[entry + 3u + r];
-                    let weight = bitcast<f32>(routes[params.weights_at + pick]);
-                    let x = part(pick, c);
-                    for (var q = 0u; q < WIDE; q++) {
-                        sums[q * ROWS + r] += apply(w[q], x, scale[q]) * (weight * factor[q]);
-                    }
-                }
-            }
-        }
+        let sums = picked_sums(ids, row);
         for (var q = 0u; q < WIDE; q++) {
+            let inside = t + team(ids) * WIDE + q < BLOCK && row + q < params.rows;
             for (var r = 0u; r < ROWS; r++) {
-                let sum = team_sum(ids, sums[q * ROWS + r]);
-                if (lane(ids) == 0u && t + team(ids) * WIDE + q < BLOCK && row + q < params.rows && first + r < flight.rows) {
+                let sum = sums[q * ROWS + r];
+                if (lane(ids) == 0u && inside && first + r < flight.rows) {
                     let to = (first + r) * params.stride + row + q;
                     let total = sum + shared_out[to];
                     if (go) {

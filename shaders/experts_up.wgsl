@@ -46,21 +46,19 @@ fn out_write_scale(row: u32, group: u32, v: vec2<f32>) {
 fn main(ids: Ids) {
     let first = ids.group.z * ROWS;
     let at = ids.group.z * union_words(TOP_K);
-    if (!(live() || own_miss(params.layer)) || ids.group.y >= routes[at]) {
-        return;
-    }
+    // everything is asked for at once; what an absent expert reads is never used
     let entry = at + 1u + ids.group.y * ENTRY;
     let place = routes[entry + 1u];
     let by = routes[entry + 2u];
-    if (place == NONE) {
-        return;
-    }
-    let base = place * params.place;
+    let go = (live() || own_miss(params.layer)) && ids.group.y < routes[at] && place != NONE;
+    let base = select(0u, place * params.place, go);
+    let block = ids.group.x * BLOCK;
+    var held = ahead(ids, base + params.base, block + team(ids) * WIDE, params.rows - 1u);
     for (var r = 0u; r < ROWS; r++) {
         for (var t = 0u; t < COLS / 16u; t += WG) {
             let unit = t + thread(ids);
             var v = Sixteen();
-            if (unit < COLS / 16u && (by >> r & 1u) == 1u) {
+            if (unit < COLS / 16u) {
                 let start = (first + r) * (COLS / 4u) + 4u * unit;
                 v = Sixteen(routing[start], routing[start + 1u], routing[start + 2u], routing[start + 3u]);
                 if (params.field != NONE) {
@@ -71,10 +69,15 @@ fn main(ids: Ids) {
         }
     }
     workgroupBarrier();
-    let block = ids.group.x * BLOCK;
+    if (!go) {
+        return;
+    }
     for (var t = 0u; t < BLOCK; t += teams(ids) * WIDE) {
         let row = block + t + team(ids) * WIDE;
-        let sums = products(ids, base + params.base, 4u * base + params.side, row, params.rows - 1u);
+        if (t > 0u) {
+            held = ahead(ids, base + params.base, row, params.rows - 1u);
+        }
+        let sums = products(ids, base + params.base, 4u * base + params.side, row, params.rows - 1u, held);
         for (var q = 0u; q < WIDE; q++) {
             for (var r = 0u; r < ROWS; r++) {
                 if (t + team(ids) * WIDE + q < BLOCK && lane(ids) == 0u) {

@@ -50,7 +50,8 @@ fn main(ids: Ids) {
     }
     for (var t = 0u; t < BLOCK; t += teams(ids) * WIDE) {
         let row = block + t + team(ids) * WIDE;
-        let sums = products(ids, params.base, params.side, row, params.rows - 1u);
+        let held = ahead(ids, params.base, row, params.rows - 1u);
+        let sums = products(ids, params.base, params.side, row, params.rows - 1u, held);
         for (var q = 0u; q < WIDE; q++) {
             if (t + team(ids) * WIDE + q < BLOCK && row + q < params.rows) {
                 for (var r = 0u; r < ROWS; r++) {

@@ -89,6 +89,8 @@ fn publish(ids: Ids, first: u32, scales: array<f32, ROWS>) {
 @compute @workgroup_size(WG)
 fn main(ids: Ids) {
     let first = ids.group.y * ROWS;
+    let block = (max(ids.group.x, params.router_groups) - params.router_groups) * BLOCK;
+    var held = ahead(ids, params.base, block + team(ids) * WIDE, params.rows - 1u);
     let scales = norm_scales(ids, first, flight.rows);
     if (ids.group.x < params.router_groups) {
         if (live()) {
@@ -103,10 +105,12 @@ fn main(ids: Ids) {
     if (!live()) {
         return;
     }
-    let block = (ids.group.x - params.router_groups) * BLOCK;
     for (var t = 0u; t < BLOCK; t += teams(ids) * WIDE) {
         let row = block + t + team(ids) * WIDE;
-        let sums = products(ids, params.base, params.side, row, params.rows - 1u);
+        if (t > 0u) {
+            held = ahead(ids, params.base, row, params.rows - 1u);
+        }
+        let sums = products(ids, params.base, params.side, row, params.rows - 1u, held);
         for (var q = 0u; q < WIDE; q++) {
             for (var r = 0u; r < ROWS; r++) {
                 if (t + team(ids) * WIDE + q < BLOCK && lane(ids) == 0u) {

@@ -50,15 +50,19 @@ fn main(ids: Ids) {
         }
     }
     let segment = params.segment[at];
+    let block = (ids.group.x - segment.first_group) * BLOCK;
+    var held = ahead(ids, segment.base, block + team(ids) * WIDE, segment.rows - 1u);
     let scales = norm_scales(ids, first, flight.rows);
     stage_normed(ids, first, flight.rows, scales, params.norm, segment.field);
     if (!live()) {
         return;
     }
-    let block = (ids.group.x - segment.first_group) * BLOCK;
     for (var t = 0u; t < BLOCK; t += teams(ids) * WIDE) {
         let row = block + t + team(ids) * WIDE;
-        let sums = products(ids, segment.base, segment.side, row, segment.rows - 1u);
+        if (t > 0u) {
+            held = ahead(ids, segment.base, row, segment.rows - 1u);
+        }
+        let sums = products(ids, segment.base, segment.side, row, segment.rows - 1u, held);
         for (var q = 0u; q < WIDE; q++) {
             let inside = t + team(ids) * WIDE + q < BLOCK && row + q < segment.rows;
             for (var r = 0u; r < ROWS; r++) {

@@ -38,13 +38,18 @@ fn act_scale(row: u32, group: u32) -> vec2<f32> {
 
 @compute @workgroup_size(WG)
 fn main(ids: Ids) {
+    first_row = ids.group.y * ROWS;
+    let begin = ids.group.x * BLOCK + team(ids) * WIDE;
+    var held = ahead(ids, params.base, begin, params.rows - 1u);
     if (!(live() || own_miss(params.layer))) {
         return;
     }
-    first_row = ids.group.y * ROWS;
     for (var t = 0u; t < BLOCK; t += teams(ids) * WIDE) {
         let row = ids.group.x * BLOCK + t + team(ids) * WIDE;
-        let sums = products(ids, params.base, params.side, row, params.rows - 1u);
+        if (t > 0u) {
+            held = ahead(ids, params.base, row, params.rows - 1u);
+        }
+        let sums = products(ids, params.base, params.side, row, params.rows - 1u, held);
         for (var q = 0u; q < WIDE; q++) {
             let inside = t + team(ids) * WIDE + q < BLOCK && row + q < params.rows;
             for (var r = 0u; r < ROWS; r++) {

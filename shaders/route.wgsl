@@ -53,29 +53,27 @@ fn main(ids: Ids) {
         routes[at] = union_count;
         halt_missing();
     }
-    for (var r = thread(ids); r < ROWS; r += WG) {
+    for (var t = thread(ids); t < ROWS * TOP_K; t += WG) {
+        let r = t / TOP_K;
         if (first + r < flight.rows) {
-            // ranked by score; weights go out in ascending order of the experts
+            // this pick's place among the row's, ascending, and the row's sum in that order
+            let mine = ranked[t];
+            var before = 0u;
             var sum = 0.0;
             var floor = 0u;
-            let to = params.weights_at + (first + r) * TOP_K;
             for (var k = 0u; k < TOP_K; k++) {
                 var next = NO_EXPERT;
-                for (var j = 0u; j < TOP_K; j++) {
-                    let e = ranked[r * TOP_K + j];
-                    if (e >= floor && e < next) {
-                        next = e;
-                    }
+                for (var j = r * TOP_K; j < (r + 1u) * TOP_K; j++) {
+                    let e = ranked[j];
+                    next = select(next, e, e >= floor && e < next);
                 }
                 floor = next + 1u;
-                let p = sigmoid(logit(first + r, next));
-                sum += p;
-                routes[to + k] = bitcast<u32>(p);
+                before += select(0u, 1u, next < mine);
+                sum += chance[r * EXPERTS + next];
             }
             let factor = select(params.scale, params.scale / (sum + 1e-20), params.norm_topk == 1u);
-            for (var k = 0u; k < TOP_K; k++) {
-                routes[to + k] = bitcast<u32>(bitcast<f32>(routes[to + k]) * factor);
-            }
+            routes[params.weights_at + (first + r) * TOP_K + before] =
+                bitcast<u32>(chance[r * EXPERTS + mine] * factor);
         }
     }
 }

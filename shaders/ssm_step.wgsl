@@ -43,6 +43,11 @@ override CONV_CELLS: u32; // ROWS * (P_BLOCK + 2 N)
 override OUT_CELLS: u32; // ROWS * P_BLOCK
 
 var<workgroup> conv: array<f32, CONV_CELLS>; // a row: x of the block | B | C
+// channels whose state a lane holds from the start
+const HELD: u32 = 2u;
+
+var<workgroup> gate: array<f32, OUT_CELLS>;
+var<workgroup> step_size: array<f32, ROWS>;
 var<workgroup> gated: array<f32, OUT_CELLS>;
 
 fn silu(x: f32) -> f32 {
@@ -76,6 +81,29 @@ fn main(ids: Ids) {
     let width = P_BLOCK + 2u * N;
     let rows = min(flight.rows, ROWS);
     let go = live();
+    let decay = -exp(vectors[params.a_log + head]);
+    let skip = vectors[params.d_skip + head];
+    let dt_bias = vectors[params.dt_bias + head];
+    // step sizes of the rows and gates of the block's channels are asked for before the convolution too
+    for (var t = thread(ids); t < ROWS * (P_BLOCK + 1u); t += WG) {
+        let r = t / (P_BLOCK + 1u);
+        let j = t % (P_BLOCK + 1u);
+        if (r < rows) {
+            if (j < P_BLOCK) {
+                gate[r * P_BLOCK + j] = silu(proj[r * PROJ + head * P + slice * P_BLOCK + j]);
+            } else {
+                let d = proj[r * PROJ + HEADS * P + channels + head] + dt_bias;
+                step_size[r] = clamp(softplus(d), params.dt_min, params.dt_max);
+            }
+        }
+    }
+    // the state that row 0 goes on from is asked for before the convolution
+    var held: array<vec4<f32>, HELD>;
+    let kept = control.scan_at * params.snapshot;
+    for (var h = 0u; h < HELD; h++) {
+        let p = min(h * teams(ids) + team(ids), P_BLOCK - 1u);
+        held[h] = state[kept + (head * P + slice * P_BLOCK + p) * (N / 4u) + min(lane(ids), N / 4u - 1u)];
+    }
     for (var t = thread(ids); t < ROWS * width; t += WG) {
         let r = t / width;
         let j = t % width;
@@ -101,34 +129,38 @@ fn main(ids: Ids) {
     if (!go) {
         return;
     }
-    let decay = -exp(vectors[params.a_log + head]);
     for (var t = 0u; t < P_BLOCK; t += teams(ids)) {
         let p = t + team(ids);
         let channel = head * P + slice * P_BLOCK + min(p, P_BLOCK - 1u);
         for (var r = 0u; r < rows; r++) {
-            let d = proj[r * PROJ + HEADS * P + channels + head] + vectors[params.dt_bias + head];
-            let dt = clamp(softplus(d), params.dt_min, params.dt_max);
+            let dt = step_size[r];
             let a = exp(dt * decay);
             let x = conv[r * width + min(p, P_BLOCK - 1u)];
             var sum = 0.0;
             for (var n = lane(ids); n < N / 4u; n += lanes(ids)) {
                 let cell = channel * (N / 4u) + n;
-                // row 0 goes on from the kept snapshot, each later row from the one before it
-                let before = select(r - 1u, control.scan_at, r == 0u) * params.snapshot;
                 let b_at = r * width + P_BLOCK + 4u * n;
                 let c_at = b_at + N;
                 let b = vec4<f32>(conv[b_at], conv[b_at + 1u], conv[b_at + 2u], conv[b_at + 3u]);
                 let c = vec4<f32>(conv[c_at], conv[c_at + 1u], conv[c_at + 2u], conv[c_at + 3u]);
                 if (p < P_BLOCK) {
-                    let s = a * state[before + cell] + (dt * x) * b;
+                    // row 0 goes on from the kept snapshot, each later row from the one before it
+                    var s: vec4<f32>;
+                    if (r > 0u) {
+                        s = state[(r - 1u) * params.snapshot + cell];
+                    } else if (n < lanes(ids) && t / teams(ids) < HELD) {
+                        s = held[t / teams(ids)];
+                    } else {
+                        s = state[kept + cell];
+                    }
+                    s = a * s + (dt * x) * b;
                     state[r * params.snapshot + cell] = s;
                     sum += dot(s, c);
                 }
             }
             sum = team_sum(ids, sum);
             if (lane(ids) == 0u && p < P_BLOCK) {
-                let o = sum + vectors[params.d_skip + head] * x;
-                let y = o * silu(proj[r * PROJ + channel]);
+                let y = (sum + skip * x) * gate[r * P_BLOCK + p];
                 v[r * (HEADS * P) + channel] = y;
                 gated[r * P_BLOCK + p] = y;
             }

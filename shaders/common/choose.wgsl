@@ -13,6 +13,7 @@ const NO_EXPERT: u32 = 0xffffffffu;
 const LOWEST: f32 = -3.0e38;
 
 var<workgroup> score: array<f32, SCORES>;
+var<workgroup> chance: array<f32, SCORES>; // sigmoid of the logits
 var<workgroup> strength: array<f32, GROUPS>;
 var<workgroup> ranked: array<u32, PICKS>; // [ROWS, TOP_K] by rank
 var<workgroup> leads: array<u32, PICKS>; // 1 where an expert appears first
@@ -36,8 +37,10 @@ fn choose(ids: Ids, first: u32, rows: u32) {
         let e = t % EXPERTS;
         var s = LOWEST;
         if (first + r < rows) {
+            let p = sigmoid(logit(first + r, e));
+            chance[t] = p;
             // a logit that is not a number is never chosen before one that is
-            s = max(sigmoid(logit(first + r, e)) + bitcast<f32>(words[params.bias + e]), LOWEST);
+            s = max(p + bitcast<f32>(words[params.bias + e]), LOWEST);
         }
         score[t] = s;
     }
@@ -89,43 +92,5 @@ fn choose(ids: Ids, first: u32, rows: u32) {
         }
     }
     workgroupBarrier();
-    for (var t = thread(ids); t < ROWS * TOP_K; t += WG) {
-        let e = ranked[t];
-        var lead = select(0u, 1u, e != NO_EXPERT);
-        for (var j = 0u; j < t; j++) {
-            if (ranked[j] == e) {
-                lead = 0u;
-            }
-        }
-        leads[t] = lead;
-    }
-    workgroupBarrier();
-    for (var t = thread(ids); t < ROWS * TOP_K; t += WG) {
-        let e = ranked[t];
-        if (leads[t] == 1u) {
-            var at = 0u;
-            var total = 0u;
-            for (var j = 0u; j < ROWS * TOP_K; j++) {
-                total += leads[j];
-                at += select(0u, leads[j], ranked[j] < e);
-            }
-            var by = 0u;
-            for (var r = 0u; r < ROWS; r++) {
-                var before = 0u;
-                for (var j = r * TOP_K; j < (r + 1u) * TOP_K; j++) {
-                    if (ranked[j] == e) {
-                        by |= 1u << r;
-                    }
-                    before += select(0u, 1u, ranked[j] < e);
-                }
-                chosen_at[at * ROWS + r] = before;
-            }
-            chosen[at] = e;
-            chosen_by[at] = by;
-            if (at == 0u) {
-                union_count = total;
-            }
-        }
-    }
-    workgroupBarrier();
+    unite(ids);
 }

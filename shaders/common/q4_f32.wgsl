@@ -1,14 +1,26 @@
 // q4tp with f32 activations: a group of 32 columns a step.
 struct Part {
-    x: array<vec4<f32>, 8>,
+    a: vec4<f32>,
+    b: vec4<f32>,
+    c: vec4<f32>,
+    d: vec4<f32>,
+    e: vec4<f32>,
+    f: vec4<f32>,
+    g: vec4<f32>,
+    h: vec4<f32>,
 }
 
 fn part(row: u32, i: u32) -> Part {
-    var p: Part;
-    for (var k = 0u; k < 8u; k++) {
-        p.x[k] = bitcast<vec4<f32>>(act(row, 8u * i + k));
-    }
-    return p;
+    return Part(
+        bitcast<vec4<f32>>(act(row, 8u * i)),
+        bitcast<vec4<f32>>(act(row, 8u * i + 1u)),
+        bitcast<vec4<f32>>(act(row, 8u * i + 2u)),
+        bitcast<vec4<f32>>(act(row, 8u * i + 3u)),
+        bitcast<vec4<f32>>(act(row, 8u * i + 4u)),
+        bitcast<vec4<f32>>(act(row, 8u * i + 5u)),
+        bitcast<vec4<f32>>(act(row, 8u * i + 6u)),
+        bitcast<vec4<f32>>(act(row, 8u * i + 7u)),
+    );
 }
 
 // Element 2k of a word's eight is the low nibble of byte k, element 2k + 1 the high one.
@@ -19,6 +31,5 @@ fn eight(w: u32, x: vec4<f32>, y: vec4<f32>) -> f32 {
 }
 
 fn apply(w: vec4<u32>, x: Part, scale: f32) -> f32 {
-    return scale * (eight(w.x, x.x[0], x.x[1]) + eight(w.y, x.x[2], x.x[3]) + eight(w.z, x.x[4], x.x[5])
-        + eight(w.w, x.x[6], x.x[7]));
+    return scale * (eight(w.x, x.a, x.b) + eight(w.y, x.c, x.d) + eight(w.z, x.e, x.f) + eight(w.w, x.g, x.h));
 }

@@ -128,8 +128,8 @@ commons! {
     "columns_bf16" "columns_f32" "columns_q4" "columns_q8" "coop_head" "encode_f32" "encode_fuse_params"
     "encode_gate_params" "encode_half" "encode_int8" "encode_rows_params" "group32" "half_q4" "half_q8" "matmat"
     "pass_experts" "pass_rows" "rows_of_fuse" "rows_of_gate" "rows_of_norm" "wide_reduce"
-    "cells" "choose" "embed_bf16" "embed_f32" "embed_q8" "exact_bf16" "exact_f32" "guard" "guard_read" "guard_write"
-    "halt_missing" "halt_never"     "in_f32" "in_linear" "in_nibble" "none" "norm" "out_f32" "out_linear" "out_nibble" "own_miss" "products" "q4_f32"
+    "cells" "choose" "parts_all" "parts_step" "picked_1" "picked_2" "picked_n" "unite_1" "unite_n" "embed_bf16" "embed_f32" "embed_q8" "exact_bf16" "exact_f32" "guard" "guard_read" "guard_write"
+    "halt_missing" "halt_never"     "in_f32" "in_linear" "in_nibble" "none" "norm" "out_f32" "out_linear" "out_nibble" "own_miss" "products_1" "products_2" "products_4" "products_n" "q4_f32"
     "q4_int8" "q4_side" "q8_f32" "q8_int8" "quantize" "routes" "rows_1" "rows_2" "rows_4" "sixteen"
     "source_group_norm" "source_plain" "staged" "team_none" "team_subgroup" "team_subgroup32" "vecs_f32" "vecs_int8"
     "vectors" "wide_1" "wide_2" "wide_4"
@@ -304,6 +304,8 @@ pub struct Choice {
     pub group_norm: bool,
     /// Whether the bank holds every expert, so that a route never halts the slot.
     pub full: bool,
+    /// Whether it belongs to a pass of many rows, whose attention writes every part.
+    pub pass: bool,
 }
 
 impl Kernel {
@@ -329,39 +331,58 @@ impl Kernel {
             "route" if !choice.full => "guard_write",
             _ => "guard_read",
         });
-        let products = ["sixteen", "none", "quantize", "vectors", "products", rows, wide];
+        // one row at a time has bodies without arrays for real GPUs; unrolled, they cost CPU drivers seconds of compiling
+        let unrolled = choice.team == Team::Subgroup32 && choice.rows == 1;
+        let body: &[&str] = match choice.wide {
+            1 if unrolled => &["products_1"],
+            2 if unrolled => &["products_2"],
+            4 if unrolled => &["products_4"],
+            _ => &["products_n", wide],
+        };
+        let mut products = vec!["sixteen", "none", "quantize", "vectors", rows];
+        products.extend(body);
         match self.name {
             "norm_proj" | "head" => {
-                commons.extend(products);
+                commons.extend(&products);
                 commons.extend(["norm", "staged", input.input()]);
                 commons.extend(choice.format.codec(input));
             }
             "moe_in" => {
-                commons.extend(products);
+                commons.extend(&products);
                 commons.extend(["norm", "staged", "cells", input.input(), choice.out.output()]);
                 commons.extend(choice.format.codec(input));
             }
-            "route" => {
-                commons.extend(["choose", "routes", rows, if choice.full { "halt_never" } else { "halt_missing" }])
-            }
+            "route" => commons.extend([
+                "choose",
+                if choice.rows == 1 { "unite_1" } else { "unite_n" },
+                "routes",
+                rows,
+                if choice.full { "halt_never" } else { "halt_missing" },
+            ]),
             "experts_up" => {
-                commons.extend(products);
+                commons.extend(&products);
                 commons.extend(["staged", "cells", "routes", "own_miss", input.input(), choice.out.output()]);
                 commons.extend(choice.format.codec(input));
             }
             "experts_down" => {
-                commons.extend(["routes", "own_miss", "none", rows, wide]);
+                commons.extend(["routes", "own_miss", "none", rows]);
+                commons.extend(match choice.wide {
+                    1 if unrolled => vec!["picked_1"],
+                    2 if unrolled => vec!["picked_2"],
+                    _ => vec!["picked_n", wide],
+                });
                 commons.push(input.vecs_common());
                 commons.extend(choice.format.codec(input));
             }
             "proj_act" => {
-                commons.extend(["products", "own_miss", rows, wide]);
+                commons.extend(["own_miss", rows]);
+                commons.extend(body);
                 commons.push(input.vecs_common());
                 commons.extend(choice.format.codec(input));
             }
             "ssm_step" => commons.push(rows),
             "close_proj" => {
-                commons.extend(products);
+                commons.extend(&products);
                 commons.extend(["staged", input.input()]);
                 commons.push(if choice.group_norm { "source_group_norm" } else { "source_plain" });
                 commons.extend(choice.format.codec(input));
@@ -370,7 +391,8 @@ impl Kernel {
             "resume_step" | "resume_pass" | "cure" => commons.push("own_miss"),
             "fill_step" => commons.extend(["none", rows, "routes"]),
             "fill_pass" => commons.push("none"),
-            "attn_split" | "attn_merge" | "take_rows" => {}
+            "attn_merge" => commons.push(if choice.pass { "parts_all" } else { "parts_step" }),
+            "attn_split" | "take_rows" => {}
             name => panic!("{name} has no variants"),
         }
         Variant { kernel: self.name, commons }
@@ -437,9 +459,19 @@ mod tests {
             for format in Format::ALL {
                 for int8 in [true, false] {
                     for out in [Encoding::Linear, Encoding::Nibble, Encoding::F32] {
-                        for (rows, wide) in [(1, 4), (4, 1), (2, 2)] {
+                        for (rows, wide) in [(1, 4), (1, 2), (1, 1), (4, 1), (2, 2)] {
                             let group_norm = rows != 2;
-                            all.push(Choice { team, format, int8, out, rows, wide, group_norm, full: !group_norm });
+                            all.push(Choice {
+                                team,
+                                format,
+                                int8,
+                                out,
+                                rows,
+                                wide,
+                                group_norm,
+                                full: !group_norm,
+                                pass: int8,
+                            });
                         }
                     }
                 }

@@ -588,6 +588,7 @@ mod tests {
             wide: 1,
             group_norm: true,
             full: false,
+            pass: false,
         };
         compare_text::<P>(&kernel.variant(&choice).source());
     }

@@ -127,7 +127,7 @@ impl Kernel {
                     Format::Bf16 => "columns_bf16",
                 });
             }
-            "prefill_route" => commons.extend(["team_none", "guard", "guard_read", "rows_1", "choose"]),
+            "prefill_route" => commons.extend(["team_none", "guard", "guard_read", "rows_1", "choose", "unite_1"]),
             "prefill_count" => commons.extend(["team_none", "guard", "guard_read"]),
             "prefill_sort" => commons.extend(["team_none", "guard", "guard_write"]),
             "prefill_sum" | "prefill_conv" | "prefill_ring" | "prefill_ssd_steps" | "prefill_ssd_pass"

@@ -272,6 +272,7 @@ fn open_gpu(
         pass_rows: GPU_PASS_ROWS,
         window_bytes: u64::from(knobs.staging_mb) * 1_000_000,
         keep_logits: false,
+        skip: knobs.skip.clone(),
     };
     // an expert takes a little more than in the file; what it cannot lay out, opening refuses with its reason
     let place_bytes = |moe: &MoeWeights| weights::place_of(moe).map_or_else(|_| expert_bytes(moe), |place| place.bytes);

@@ -37,6 +37,7 @@ fn open(decoder: &Decoder, places: usize) -> Gpu {
         pass_rows: PASS_ROWS,
         window_bytes: 64 << 20,
         keep_logits: false,
+        skip: vec![],
     };
     let residents: Vec<Vec<ExpertIx>> =
         bank(decoder, places).into_iter().map(|l| l.into_iter().flatten().collect()).collect();

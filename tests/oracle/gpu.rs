@@ -38,8 +38,15 @@ fn open_with_room(case: &Case, activations: Activations, team: Option<Team>, bat
     if let Some(team) = team {
         assert_eq!(context.team, team);
     }
-    let setup =
-        Setup { activations, positions, slots: 1, pass_rows: batch, window_bytes: 64 << 20, keep_logits: false };
+    let setup = Setup {
+        activations,
+        positions,
+        slots: 1,
+        pass_rows: batch,
+        window_bytes: 64 << 20,
+        keep_logits: false,
+        skip: vec![],
+    };
     Gpu::open(context, &case.geometry, case.weights(), &setup, &mut |_, _| {}).expect("the model on the device")
 }
 

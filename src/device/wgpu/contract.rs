@@ -35,7 +35,7 @@ pub fn check(geometry: &Geometry, context: &Context) -> Result<(), DeviceError> 
         must(g.head_dim <= 128, "head_dim", g.head_dim, "at most 128");
         must(g.q_width().is_multiple_of(32), "the query width", g.q_width(), "multiples of 32");
         must(g.q_width() <= widest, "the query width", g.q_width(), "what workgroup memory holds");
-        let cells = g.heads / g.kv_heads * (2 * g.head_dim + 32) * 4;
+        let cells = (g.heads / g.kv_heads * (2 * g.head_dim + 32) + 16 * (g.head_dim + 4)) * 4;
         must(cells + 4096 <= room, "a key/value head's queries", g.heads / g.kv_heads, "what workgroup memory holds");
     }
     if let Some(g) = &geometry.moe {

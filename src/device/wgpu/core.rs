@@ -118,7 +118,7 @@ pub struct Core {
 }
 
 /// How the device is opened.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Setup {
     /// Arithmetic.
     pub activations: Activations,
@@ -132,6 +132,8 @@ pub struct Setup {
     pub window_bytes: u64,
     /// Whether logits are kept for reading.
     pub keep_logits: bool,
+    /// Classes that are left out, to see what they cost (`CMF_NEMO_SKIP`); the ids are then wrong.
+    pub skip: Vec<DispatchClass>,
 }
 
 impl Core {
@@ -169,13 +171,16 @@ impl Core {
             full,
             keep_logits: setup.keep_logits,
         };
-        let step = Ready::new(&context, &mut pipelines, record(frame))?;
+        let step = Ready::new(&context, &mut pipelines, left_in(record(frame), &setup.skip))?;
         let take = Ready::new(&context, &mut pipelines, take_plan(&context, padded(geometry.hidden), pass_rows))?;
         let sizes = Sizes { positions: setup.positions, snapshots: 1, given: pass_rows };
         let frame = Frame { rows: pass_rows, ..frame };
         let [whole, split] = prefill::SPLITS
             .map(|splits| prefill::record(PassFrame { frame, cooperative: context.cooperative, splits }));
-        let pass = [Ready::new(&context, &mut pipelines, whole)?, Ready::new(&context, &mut pipelines, split)?];
+        let pass = [
+            Ready::new(&context, &mut pipelines, left_in(whole, &setup.skip))?,
+            Ready::new(&context, &mut pipelines, left_in(split, &setup.skip))?,
+        ];
         let mend = match geometry.moe.as_ref().filter(|_| !full) {
             Some(moe) => Some(Ready::new(&context, &mut pipelines, partial::plan(&context, geometry, moe))?),
             None => None,
@@ -215,6 +220,12 @@ impl Core {
     }
 }
 
+/// The plan without the classes to skip.
+fn left_in(mut plan: Plan<Key>, skip: &[DispatchClass]) -> Plan<Key> {
+    plan.dispatches.retain(|dispatch| !skip.contains(&dispatch.class));
+    plan
+}
+
 fn take_plan(context: &Context, cols: usize, rows: usize) -> Plan<Key> {
     let choice = Choice {
         team: context.team,
@@ -225,6 +236,7 @@ fn take_plan(context: &Context, cols: usize, rows: usize) -> Plan<Key> {
         wide: 1,
         group_norm: false,
         full: true,
+        pass: false,
     };
     let mut plan = Plan::default();
     for first in 0..rows as u32 {

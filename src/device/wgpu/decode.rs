@@ -152,6 +152,7 @@ impl<'m> Builder<'m> {
             wide,
             group_norm: false,
             full: self.frame.full,
+            pass: false,
         }
     }
 
@@ -227,8 +228,8 @@ impl<'m> Builder<'m> {
     }
 
     fn close_proj(&mut self, block: BlockIx, class: Class, laid: Laid, group_norm: Option<u32>) {
-        const BLOCK: u32 = 16;
-        let mut choice = self.choice(laid.format, 2);
+        const BLOCK: u32 = 8;
+        let mut choice = self.choice(laid.format, 1);
         choice.group_norm = group_norm.is_some();
         let params = params::CloseProj {
             norm: group_norm.unwrap_or(NONE),
@@ -326,6 +327,7 @@ impl<'m> Builder<'m> {
             ("Q_CELLS", queries * (g.head_dim / 4 + 1)),
             ("S_CELLS", queries * TILE as usize),
             ("O_CELLS", queries * g.head_dim / 4),
+            ("K_CELLS", TILE as usize * (g.head_dim / 4 + 1)),
         ];
         let params = params::AttnSplit { stride: q as u32, offset: 0, scale: 1.0 / (g.head_dim as f32).sqrt(), pad: 0 };
         self.push(
@@ -355,7 +357,7 @@ impl<'m> Builder<'m> {
     fn moe(&mut self, block: BlockIx, laid: &MoeLaid) {
         const BLOCK: usize = 32;
         const ROUTER_BLOCK: usize = 8;
-        const DOWN_BLOCK: u32 = 16;
+        const DOWN_BLOCK: u32 = 8;
         let g = self.moe_geometry();
         let (hidden, layer) = (self.hidden(), laid.layer);
         let bank = &self.frame.weights.banks[layer.index()];
@@ -400,7 +402,7 @@ impl<'m> Builder<'m> {
         );
 
         let shared_down = |b: &mut Self| {
-            let choice = b.choice(down.format, 2);
+            let choice = b.choice(down.format, 1);
             let params = params::ProjAct {
                 layer: u32::from(layer.0),
                 rows: down.rows as u32,
@@ -471,7 +473,7 @@ impl<'m> Builder<'m> {
             shared_down(self);
         }
 
-        let mut choice = self.choice(expert_up.format, 4);
+        let mut choice = self.choice(expert_up.format, 2);
         choice.rows = at_once;
         choice.out = expert_down.format.encoding(self.int8());
         let params = params::ExpertsUp {
@@ -515,7 +517,7 @@ impl<'m> Builder<'m> {
         if self.frame.full {
             self.section = Section::Sum(layer);
         }
-        let mut choice = self.choice(expert_down.format, 2);
+        let mut choice = self.choice(expert_down.format, 1);
         choice.rows = at_once;
         let params = params::ExpertsDown {
             layer: u32::from(layer.0),
@@ -532,6 +534,8 @@ impl<'m> Builder<'m> {
             ("SIDE_WORDS", expert_down.format.side_words(expert_down.cols)),
             ("TOP_K", g.top_k),
             ("BLOCK", DOWN_BLOCK as usize),
+            ("PICKS", at_once * g.top_k),
+            ("WEIGHTS", at_once * at_once * g.top_k),
         ];
         self.push(
             key(&EXPERTS_DOWN, &choice, &numbers, &[]),

@@ -166,6 +166,7 @@ pub fn plan(context: &Context, geometry: &Geometry, moe: &MoeGeometry) -> Plan<K
         wide: 1,
         group_norm: false,
         full: false,
+        pass: false,
     };
     let hidden = padded(geometry.hidden);
     let numbers = [("COLS", hidden), ("WEIGHTS_AT", weights_at(moe)), ("TOP_K", moe.top_k)];

@@ -325,6 +325,7 @@ impl<'m> Builder<'m> {
             wide: 1,
             group_norm: false,
             full: true,
+            pass: true,
         };
         let key = decode::key(&TAKE_ROWS, &choice, &[("COLS", self.hidden())], &[]);
         let params = params::TakeRows::default();
@@ -584,6 +585,7 @@ impl<'m> Builder<'m> {
                 wide: 1,
                 group_norm: false,
                 full: true,
+                pass: true,
             };
             let merge = decode::key(&ATTN_MERGE, &choice, &numbers, &[]);
             let grid = Grid::Rows { per: 1, x: g.heads as u32, z: 1 };
