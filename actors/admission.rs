@@ -217,3 +217,84 @@ impl Admission {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Payload;
+    use crate::policy::admission::Policy as Rule;
+    use std::sync::Arc;
+
+    fn alone() -> (Handle, Admission, Receiver<Fetch>, Receiver<Admit>) {
+        let (fetches, fetched) = bounded(FETCHES_MAX);
+        let (admits, admitted) = bounded(1);
+        let options =
+            AdmissionOptions { policy: Rule::Baseline, positions_per_upload: 1, ..AdmissionOptions::default() };
+        let residents = vec![vec![Some(ExpertIx(0)), Some(ExpertIx(1))]];
+        let (handle, admission) = Admission::new(Parts { options, residents, experts: 6, fetches, admits });
+        (handle, admission, fetched, admitted)
+    }
+
+    fn want(handle: &Handle, admission: &mut Admission, expert: usize) {
+        let mut routed = vec![0; 6];
+        routed[expert] = 9;
+        handle.observed(Observed { positions: 1, routed: vec![routed], ..Observed::default() });
+        while admission.step() {}
+    }
+
+    fn payload(fetch: &Fetch) -> Fetched {
+        let payload = Payload::new(fetch.layer, fetch.expert, vec![1, 2, 3]);
+        Fetched { layer: fetch.layer, expert: fetch.expert, payload: Ok(Arc::new(payload)) }
+    }
+
+    #[test]
+    fn an_expert_is_fetched_and_then_admitted() {
+        let (handle, mut admission, fetches, admits) = alone();
+        want(&handle, &mut admission, 4);
+        let fetch = fetches.try_recv().unwrap();
+        assert_eq!(fetch.expert, ExpertIx(4));
+        assert!(admits.is_empty(), "not before its bytes are there");
+        fetch.reply.try_send(payload(&fetch)).unwrap();
+        while admission.step() {}
+        let admit = admits.try_recv().unwrap();
+        assert_eq!(admit.payload.expert, ExpertIx(4));
+        handle.tell(Message::Placed(admit.clone()));
+        while admission.step() {}
+        assert_eq!(admission.policy.owner(LayerIx(0), admit.place), Some(ExpertIx(4)));
+        assert_eq!(admission.refused, 0);
+    }
+
+    #[test]
+    fn what_finds_no_room_or_no_bytes_is_undone() {
+        let (handle, mut admission, fetches, admits) = alone();
+        want(&handle, &mut admission, 4);
+        want(&handle, &mut admission, 5);
+        let [first, second] = [fetches.try_recv().unwrap(), fetches.try_recv().unwrap()];
+        for fetch in [&first, &second] {
+            fetch.reply.try_send(payload(fetch)).unwrap();
+            while admission.step() {}
+        }
+        assert_eq!((admits.len(), admission.refused), (1, 1), "the channel holds one");
+        assert!(!admission.policy.is_resident(LayerIx(0), second.expert));
+
+        handle.tell(Message::Refused(admits.try_recv().unwrap()));
+        while admission.step() {}
+        assert_eq!(admission.refused, 2);
+        assert!(admission.policy.is_resident(LayerIx(0), ExpertIx(0)));
+
+        want(&handle, &mut admission, 3);
+        let fetch = fetches.try_recv().unwrap();
+        let why = Err("a read error".into());
+        fetch.reply.try_send(Fetched { layer: fetch.layer, expert: fetch.expert, payload: why }).unwrap();
+        while admission.step() {}
+        assert_eq!((admits.len(), admission.refused), (0, 3));
+    }
+
+    #[test]
+    fn without_a_partial_bank_nothing_is_admitted() {
+        let (handle, mut admission, fetches, _admits) = alone();
+        handle.tell(Message::Stop);
+        want(&handle, &mut admission, 4);
+        assert!(fetches.is_empty() && admission.is_idle());
+    }
+}

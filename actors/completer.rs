@@ -225,3 +225,74 @@ impl Completer {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::scripted::Script;
+    use crate::device::{Point, StopKind};
+    use crate::ids::{ExpertIx, FlightId, LayerIx, SlotIx, Turn};
+
+    fn missed(turn: u32) -> Arc<Missed> {
+        let point = Point::start_of(0);
+        let stop = Stop { kind: StopKind::Miss, slot: SlotIx(0), turn: Turn(turn), flight: FlightId(1), point };
+        Arc::new(Missed {
+            stop,
+            layer: LayerIx(0),
+            top_k: 2,
+            normed: vec![1.0, 2.0, 3.0, 4.0],
+            rows: vec![0, 1],
+            picks: [4, 5, 5, 0].map(ExpertIx).to_vec(),
+            missing: vec![true, true, true, false],
+        })
+    }
+
+    fn alone(uploads_max: usize) -> (Handle, Completer, Receiver<Answer>) {
+        let (sender, answers) = bounded(jobs_bound(1));
+        let us = Duration::from_micros;
+        let costs = ServeCosts { host_expert: us(10), host_row: us(1), upload: us(1) };
+        let (handle, completer) = Completer::new(Parts {
+            slots: 1,
+            answers: sender,
+            companion: Arc::new(Script::default().model()),
+            serve: ServeOptions { uploads_max, costs },
+            clock: Clock::simulated(),
+            broken: Broken::No,
+        });
+        (handle, completer, answers)
+    }
+
+    #[test]
+    fn every_missing_pick_gets_its_output() {
+        let (handle, mut completer, answers) = alone(0);
+        handle.complete(missed(1));
+        assert!(completer.step());
+        let Ok(Answer::Completed { made, computed, uploads, .. }) = answers.try_recv() else { panic!() };
+        assert_eq!((made.at, computed, uploads.len()), (vec![0, 1, 2], 2, 0));
+    }
+
+    #[test]
+    fn what_is_cheaper_to_upload_is_left_to_the_device() {
+        let (handle, mut completer, answers) = alone(1);
+        handle.complete(missed(1));
+        assert!(completer.step());
+        let Ok(Answer::Completed { made, computed, uploads, .. }) = answers.try_recv() else { panic!() };
+        assert_eq!((made.at, computed), (vec![0], 1));
+        assert_eq!((uploads.len(), uploads[0].expert), (1, ExpertIx(5)), "two rows want it");
+    }
+
+    #[test]
+    fn a_job_that_dies_is_answered_and_the_next_one_works() {
+        let (handle, mut completer, answers) = alone(0);
+        handle.complete(missed(1));
+        handle.complete(missed(2));
+        let quiet = std::panic::take_hook();
+        std::panic::set_hook(Box::new(|_| {}));
+        assert!(completer.step_and_die());
+        std::panic::set_hook(quiet);
+        assert!(completer.step());
+        let Ok(Answer::Failed { stop, why }) = answers.try_recv() else { panic!() };
+        assert_eq!((stop.turn, why.as_str()), (Turn(1), "it panicked: a test killed the job"));
+        assert!(matches!(answers.try_recv(), Ok(Answer::Completed { stop, .. }) if stop.turn == Turn(2)));
+    }
+}

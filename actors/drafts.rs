@@ -175,3 +175,67 @@ impl Drafts {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    /// Guesses the numbers that follow.
+    struct Counting;
+
+    impl Drafter for Counting {
+        fn guess(&mut self, _: SessionId, ids: &[TokenId], n: usize) -> Vec<TokenId> {
+            let last = ids.last().map_or(0, |id| id.0);
+            (1..=n as u32).map(|i| TokenId(last + i)).collect()
+        }
+
+        fn forget(&mut self, _: SessionId) {}
+    }
+
+    fn alone(drafter: Option<Box<dyn Drafter>>) -> (Handle, Drafts, Receiver<Advice>) {
+        let (sender, advice) = bounded(8);
+        let (handle, drafts) = Drafts::new(Parts { depth_max: 2, advice: sender, drafter });
+        (handle, drafts, advice)
+    }
+
+    fn landed(depth: usize, kept: u32) -> Message {
+        let outcome = FlightOutcome {
+            depth,
+            batches: 8,
+            offered: 8 * depth as u32,
+            kept,
+            refused: (8 * depth as u32 - kept).min(8),
+            busy: Duration::from_millis(8 + 4 * depth as u64),
+        };
+        Message::Landed { session: SessionId(1), outcome: Some(outcome), ids: Vec::new(), total: 0 }
+    }
+
+    #[test]
+    fn drafts_that_never_stand_are_advised_against() {
+        let (handle, mut drafts, advice) = alone(None);
+        let mut depth = 1;
+        for _ in 0..30 {
+            handle.tell(landed(depth, 0));
+            while drafts.step() {}
+            depth = advice.try_iter().last().map_or(depth, |advice| advice.depth);
+        }
+        assert_eq!(depth, 0);
+    }
+
+    #[test]
+    fn a_drafter_guesses_behind_what_it_knows_and_stops_at_a_gap() {
+        let (handle, mut drafts, advice) = alone(Some(Box::new(Counting)));
+        let tell = |ids: &[u32], total| {
+            let ids = ids.iter().map(|id| TokenId(*id)).collect();
+            handle.tell(Message::Landed { session: SessionId(7), outcome: None, ids, total });
+        };
+        tell(&[5], 1);
+        while drafts.step() {}
+        let first = advice.try_recv().unwrap();
+        assert_eq!((first.after, first.guess), (1, [6, 7, 8, 9].map(TokenId).to_vec()));
+        tell(&[6, 7], 4);
+        while drafts.step() {}
+        assert!(advice.is_empty(), "one id was lost on the way");
+    }
+}

@@ -354,3 +354,161 @@ impl Readback {
 fn panicked(panic: &(dyn std::any::Any + Send)) -> DeviceError {
     DeviceError::Lost { why: crate::device::panic_text(panic) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::board::{Board, BoardLandings};
+    use crate::device::{Completions, Missed, Out, Payload, Phase, Point, Staging, StopKind};
+    use crate::ids::{ExpertIx, LayerIx, SlotIx, TokenId, Turn};
+    use crate::policy::serve::ServeCosts;
+    use std::sync::Arc;
+
+    struct Helper;
+
+    impl crate::device::Companion for Helper {
+        fn embed(&self, _: TokenId) -> Vec<f32> {
+            unreachable!("readback asks for no rows")
+        }
+
+        fn complete(&self, _: &Missed, _: &[ExpertIx]) -> Completions {
+            Completions::default()
+        }
+
+        fn payload(&self, _: LayerIx, _: ExpertIx) -> Payload {
+            unreachable!("readback asks for no bytes")
+        }
+    }
+
+    /// Readback alone: a board in place of the device.
+    struct Alone {
+        board: Arc<Board>,
+        handle: Handle,
+        readback: Readback,
+        facts: Receiver<Fact>,
+        completer: completer::Completer,
+        clock: Clock,
+    }
+
+    fn alone(deadline: Option<Duration>) -> Alone {
+        let (board, clock) = (Arc::new(Board::default()), Clock::simulated());
+        let (answers, _) = bounded(1);
+        let costs = ServeCosts { host_expert: Duration::ZERO, host_row: Duration::ZERO, upload: Duration::MAX };
+        let (completer_handle, completer) = completer::Completer::new(completer::Parts {
+            slots: 1,
+            answers,
+            companion: Arc::new(Helper),
+            serve: completer::ServeOptions { uploads_max: 0, costs },
+            clock: clock.clone(),
+            broken: Broken::No,
+        });
+        let (sender, facts) = bounded(facts_bound(4, 1));
+        let (handle, readback) = Readback::new(Parts {
+            landings: Box::new(BoardLandings(board.clone())),
+            deadline,
+            slots: 1,
+            awaits: awaits_bound(4, 1),
+            facts: sender,
+            completer: completer_handle,
+            clock: clock.clone(),
+            broken: Broken::No,
+        });
+        Alone { board, handle, readback, facts, completer, clock }
+    }
+
+    fn missed(flight: u64) -> Arc<Missed> {
+        let point = Point { batch: 0, layer: LayerIx(1), phase: Phase::Route };
+        let stop =
+            Stop { kind: StopKind::Miss, slot: SlotIx(0), turn: Turn(flight as u32), flight: FlightId(flight), point };
+        Arc::new(Missed {
+            stop,
+            layer: LayerIx(1),
+            top_k: 1,
+            normed: vec![0.5],
+            rows: vec![0],
+            picks: vec![ExpertIx(3)],
+            missing: vec![true],
+        })
+    }
+
+    impl Alone {
+        fn land(&mut self, wait: Wait, flight: u64, missed: Option<Arc<Missed>>) {
+            self.board.own(wait);
+            self.handle.awaits(wait, FlightId(flight)).unwrap();
+            while self.readback.step() {}
+            let stop = missed.as_ref().map(|missed| missed.stop);
+            let out = Out { flight: FlightId(flight), ..Out::default() };
+            let record = Record { flight: FlightId(flight), out, stop, missed, busy: None };
+            self.board.land(wait, Landing::Record(Box::new(record)));
+            while self.readback.step() {}
+        }
+
+        fn facts(&self) -> Vec<&'static str> {
+            let name = |fact| match fact {
+                Fact::Missed { .. } => "missed",
+                Fact::Landed { .. } => "landed",
+                Fact::Peeked { .. } => "peeked",
+                Fact::Uploaded { .. } => "uploaded",
+                Fact::Read { .. } => "read",
+                Fact::Lost { .. } => "lost",
+            };
+            self.facts.try_iter().map(name).collect()
+        }
+    }
+
+    #[test]
+    fn early_and_late_report_are_one_miss() {
+        let mut alone = alone(None);
+        alone.land(Wait::Peek(Staging(0)), 1, Some(missed(1)));
+        alone.land(Wait::Land(Staging(1)), 1, Some(missed(1)));
+        assert_eq!(alone.facts(), ["missed", "peeked", "landed"]);
+        assert_eq!(alone.completer.waiting(), 1);
+    }
+
+    #[test]
+    fn an_older_flights_record_is_no_news() {
+        let mut alone = alone(None);
+        alone.land(Wait::Land(Staging(0)), 2, Some(missed(1)));
+        assert_eq!(alone.facts(), ["landed"]);
+        assert_eq!(alone.completer.waiting(), 0);
+    }
+
+    #[test]
+    fn a_loss_is_told_once_and_what_was_awaited_is_given_up() {
+        let mut alone = alone(None);
+        for staging in 0..3 {
+            alone.board.own(Wait::Land(Staging(staging)));
+            alone.handle.awaits(Wait::Land(Staging(staging)), FlightId(1)).unwrap();
+        }
+        alone.board.lose("gone");
+        while alone.readback.step() {}
+        let next = Arc::new(Board::default());
+        alone.handle.switch(Box::new(BoardLandings(next.clone())), None).unwrap();
+        while alone.readback.step() {}
+        assert_eq!(alone.facts(), ["lost"]);
+        alone.board = next;
+        alone.land(Wait::Land(Staging(0)), 9, None);
+        assert_eq!(alone.facts(), ["landed"], "the next device's");
+    }
+
+    #[test]
+    fn a_switch_that_comes_first_tells_of_the_loss_too() {
+        let mut alone = alone(None);
+        alone.handle.switch(Box::new(BoardLandings(Arc::new(Board::default()))), None).unwrap();
+        while alone.readback.step() {}
+        assert_eq!(alone.facts(), ["lost"]);
+    }
+
+    #[test]
+    fn what_never_lands_is_a_loss_at_its_deadline() {
+        let mut alone = alone(Some(Duration::from_secs(1)));
+        alone.board.own(Wait::Land(Staging(0)));
+        alone.handle.awaits(Wait::Land(Staging(0)), FlightId(1)).unwrap();
+        while alone.readback.step() {}
+        assert!(alone.facts().is_empty());
+        alone.clock.advance(Duration::from_secs(2));
+        assert!(alone.readback.step());
+        let Ok(Fact::Lost { error: DeviceError::TimedOut { waited } }) = alone.facts.try_recv() else { panic!() };
+        assert!(waited >= Duration::from_secs(1));
+    }
+}

@@ -10,7 +10,7 @@
 //! - **Stops** on [`Control::Shutdown`], or when every handle and session is gone.
 //!
 //! The rules are those of `protocol.md` §5, cited by number. What a session does next is decided in one place,
-//! [`Submitter::queue_flight`], after every message.
+//! `Submitter::queue_flight`, after every message.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -714,10 +714,10 @@ impl Submitter {
     }
 
     fn give_staging(&mut self, wait: Wait) {
-        if let Wait::Peek(staging) | Wait::Land(staging) | Wait::Read(staging) = wait {
-            if !self.options.broken.is(Broken::StagingRoundRobin) {
-                self.staging.give(staging.0);
-            }
+        if let Wait::Peek(staging) | Wait::Land(staging) | Wait::Read(staging) = wait
+            && !self.options.broken.is(Broken::StagingRoundRobin)
+        {
+            self.staging.give(staging.0);
         }
     }
 

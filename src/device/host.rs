@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 use super::machine::{Machine, Maths, Micro, Routed};
 use super::{
-    Companion, Completions, Device, DeviceError, DeviceKind, DraftAbility, Facts, Landings, Missed, Payload, Queue,
-    Seed, UNLANDED_MAX, worker,
+    Companion, Completions, Device, DeviceError, DeviceKind, DraftAbility, Facts, Halves, Landings, Missed, Payload,
+    Queue, Seed, UNLANDED_MAX, worker,
 };
 use crate::host::{Decoder, ExpertRows, NotFinite, Place, Routes};
 use crate::ids::{BlockIx, ExpertIx, LayerIx, Position, TokenId};
@@ -128,7 +128,7 @@ impl HostDevice {
             assert!(dies_at != Some(steps), "a test took the host device away");
             steps += 1;
         };
-        let (queue, landings, _) = worker::start(Machine::new(maths, facts.clone()), layers, "host-device", pace)?;
+        let (queue, landings) = worker::start(Machine::new(maths, facts.clone()), layers, "host-device", pace)?;
         Ok(Self { facts, queue, landings })
     }
 }
@@ -138,7 +138,7 @@ impl Device for HostDevice {
         &self.facts
     }
 
-    fn split(self: Box<Self>) -> (Box<dyn Queue>, Box<dyn Landings>) {
+    fn split(self: Box<Self>) -> Halves {
         (self.queue, self.landings)
     }
 }

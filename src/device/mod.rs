@@ -52,8 +52,11 @@ pub trait Device: Send {
     fn facts(&self) -> &Facts;
 
     /// The two halves.
-    fn split(self: Box<Self>) -> (Box<dyn Queue>, Box<dyn Landings>);
+    fn split(self: Box<Self>) -> Halves;
 }
+
+/// What a device is split into.
+pub type Halves = (Box<dyn Queue>, Box<dyn Landings>);
 
 /// The submitter's half.
 pub trait Queue: Send {

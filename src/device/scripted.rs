@@ -14,8 +14,8 @@ use parking_lot::Mutex;
 use super::board::{Board, BoardLandings};
 use super::machine::{Machine, Maths, Micro, Routed, expand};
 use super::{
-    Companion, Completions, Device, DeviceError, DeviceKind, DraftAbility, Facts, Item, Landings, Missed, Payload,
-    Queue, Seed, worker,
+    Companion, Completions, Device, DeviceError, DeviceKind, DraftAbility, Facts, Halves, Item, Missed, Payload, Queue,
+    Seed, worker,
 };
 use crate::check;
 use crate::ids::{BlockIx, ExpertIx, LayerIx, Position, TokenId};
@@ -501,7 +501,7 @@ impl Device for ScriptedDevice {
         &self.facts
     }
 
-    fn split(self: Box<Self>) -> (Box<dyn Queue>, Box<dyn Landings>) {
+    fn split(self: Box<Self>) -> Halves {
         match self.drive {
             Drive::Stepped(shared) => {
                 let landings = BoardLandings(shared.board.clone());
@@ -520,8 +520,7 @@ impl Device for ScriptedDevice {
                     }
                 };
                 let started = worker::start(machine, script.layers, "scripted-device", pace);
-                let (queue, landings, _) = started.expect("a test machine gives a thread");
-                (queue, landings)
+                started.expect("a test machine gives a thread")
             }
         }
     }

@@ -10,7 +10,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::board::{Board, BoardLandings};
 use super::machine::{Machine, Maths, Micro, expand};
-use super::{DeviceError, Item, Landings, Queue};
+use super::{DeviceError, Halves, Item, Queue};
 
 struct Shared {
     board: Arc<Board>,
@@ -41,7 +41,7 @@ pub(crate) fn start<M: Maths + 'static>(
     layers: usize,
     name: &str,
     mut pace: impl FnMut(&Micro) + Send + 'static,
-) -> Result<(Box<dyn Queue>, Box<dyn Landings>, Arc<Board>), DeviceError> {
+) -> Result<Halves, DeviceError> {
     let board = Arc::new(Board::default());
     let shared = Arc::new(Shared { board: board.clone(), queue: Mutex::default(), more: Condvar::new() });
     let on_thread = shared.clone();
@@ -68,7 +68,7 @@ pub(crate) fn start<M: Maths + 'static>(
     let spawned = std::thread::Builder::new().name(name.into()).spawn(run);
     let thread = spawned.map_err(|error| DeviceError::Lost { why: format!("no thread for it: {error}") })?;
     let queue = WorkerQueue { shared, layers, thread: Some(thread) };
-    Ok((Box::new(queue), Box::new(BoardLandings(board.clone())), board))
+    Ok((Box::new(queue), Box::new(BoardLandings(board))))
 }
 
 /// What a panic said.

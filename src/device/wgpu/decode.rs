@@ -183,6 +183,7 @@ impl<'m> Builder<'m> {
     }
 
     /// Up to three matrices behind a norm, one dispatch where they are of one format, else one each.
+    #[expect(clippy::too_many_arguments, reason = "what a dispatch reads and writes, each named once")]
     fn norm_proj(
         &mut self,
         block: BlockIx,
