@@ -136,7 +136,7 @@ impl Parts {
         let (device, fallback, warm) = match gpu(model, knobs, &mut on_progress)? {
             Some(gpu) => (gpu, Some(host.fallback()), None),
             None => {
-                warn_of_unheeded(knobs);
+                warn_of_unheeded(knobs, true);
                 (host.open(&residency)?, None, Some((residency, on_progress)))
             }
         };
@@ -208,15 +208,17 @@ fn expert_bytes(moe: &MoeWeights) -> u64 {
     bytes.max().unwrap_or(0) as u64
 }
 
-/// Knobs that only a GPU heeds: on the host they would silently do nothing.
-fn warn_of_unheeded(knobs: &Knobs) {
-    let given = [
-        ("CMF_NEMO_TS", knobs.ts),
-        ("CMF_NEMO_SKIP", !knobs.skip.is_empty()),
-        ("CMF_NEMO_BANK_REP", knobs.bank_rep.is_some()),
-    ];
-    for (name, _) in given.into_iter().filter(|(_, given)| *given) {
-        warn!(name, "the host decodes, where this knob has no effect");
+/// Knobs that would silently do nothing: those that only a GPU heeds, on the host, and those not built yet.
+fn warn_of_unheeded(knobs: &Knobs, on_host: bool) {
+    let timestamps = ("CMF_NEMO_TS", knobs.ts);
+    let row_blocks = ("CMF_NEMO_BANK_REP", knobs.bank_rep.is_some());
+    let skip = ("CMF_NEMO_SKIP", !knobs.skip.is_empty());
+    let prof = ("CMF_NEMO_PROF", knobs.prof);
+    let submission = ("CMF_NEMO_SUBMIT_MS", knobs.submit_ms != Knobs::default().submit_ms);
+    let unheeded =
+        if on_host { vec![timestamps, row_blocks, skip, prof] } else { vec![timestamps, row_blocks, prof, submission] };
+    for (name, _) in unheeded.into_iter().filter(|(_, given)| *given) {
+        warn!(name, on_host, "this knob has no effect here");
     }
 }
 
@@ -263,6 +265,7 @@ fn open_gpu(
     if knobs.prefill == crate::knobs::Prefill::Host {
         return unfit("it prefills by itself, and CMF_NEMO_PREFILL asks for the host");
     }
+    warn_of_unheeded(knobs, false);
     let context = found.open(None, knobs.coop)?;
     let positions = knobs.ctx.map_or(model.geometry.max_positions.min(65_536), |ctx| ctx as usize);
     let setup = Setup {
