@@ -248,9 +248,10 @@ fn gpu(
 #[cfg(feature = "gpu")]
 const GPU_SLOTS: usize = 2;
 
-/// Rows of a prefill pass on an adapter.
+/// Rows of a prefill pass on an adapter, with all experts resident and with a partial bank, whose passes stop at the
+/// layers that miss and keep their scratch for each slot. The device takes fewer where a binding cannot hold them.
 #[cfg(feature = "gpu")]
-const GPU_PASS_ROWS: usize = 64;
+const GPU_PASS_ROWS: [usize; 2] = [2048, 512];
 
 #[cfg(feature = "gpu")]
 fn open_gpu(
@@ -268,19 +269,19 @@ fn open_gpu(
     warn_of_unheeded(knobs, false);
     let context = found.open(None, knobs.coop)?;
     let positions = knobs.ctx.map_or(model.geometry.max_positions.min(65_536), |ctx| ctx as usize);
-    let setup = Setup {
-        activations: knobs.act,
-        positions,
-        slots: GPU_SLOTS,
-        pass_rows: GPU_PASS_ROWS,
-        window_bytes: u64::from(knobs.staging_mb) * 1_000_000,
-        keep_logits: false,
-        skip: knobs.skip.clone(),
-    };
     // an expert takes a little more than in the file; what it cannot lay out, opening refuses with its reason
     let place_bytes = |moe: &MoeWeights| weights::place_of(moe).map_or_else(|_| expert_bytes(moe), |place| place.bytes);
     let residency = residency(model, knobs, place_bytes);
     let experts: usize = residency.banks.iter().map(|bank| bank.experts).sum();
+    let setup = Setup {
+        activations: knobs.act,
+        positions,
+        slots: GPU_SLOTS,
+        pass_rows: GPU_PASS_ROWS[usize::from(residency.places() < experts)],
+        window_bytes: u64::from(knobs.staging_mb) * 1_000_000,
+        keep_logits: false,
+        skip: knobs.skip.clone(),
+    };
     info!(
         device = found_name,
         experts_on_device = residency.places(),
