@@ -256,7 +256,7 @@ knobs! {
     staging_mb: u32 = 256,
         "CMF_NEMO_STAGING_MB", "megabytes from 1 to 4096", default "256",
         |v: &str| within(v, 1, 4096), show_plain;
-    /// Longest estimated device work of one submission, ms.
+    /// Longest estimated device work of one submission, ms. Not heeded yet: a warning says so.
     submit_ms: u32 = 100,
         "CMF_NEMO_SUBMIT_MS", "milliseconds from 1 to 10000", default "100",
         |v: &str| within(v, 1, 10_000), show_plain;
@@ -268,14 +268,14 @@ knobs! {
     steps: u32 = 16,
         "CMF_NEMO_STEPS", "a number of steps from 1 to 256", default "16 (adapts with a partial bank)",
         |v: &str| within(v, 1, 256), show_plain;
-    /// Row blocks per expert workgroup.
+    /// Row blocks per expert workgroup. Not heeded yet: a warning says so.
     bank_rep: Option<u32> = None,
         "CMF_NEMO_BANK_REP", "1 to 8", default "chosen per device",
         |v: &str| within(v, 1, 8).map(Some), show_option;
-    /// `1`: a summary of encode, wait and completion times per flight.
+    /// `1`: a summary of encode, wait and completion times per flight. Not heeded yet: a warning says so.
     prof: bool = false,
         "CMF_NEMO_PROF", "0 or 1", default "0", switch, show_switch;
-    /// `1`: device timestamps per dispatch class.
+    /// `1`: device timestamps per dispatch class. Not heeded yet: a warning says so.
     ts: bool = false,
         "CMF_NEMO_TS", "0 or 1", default "0", switch, show_switch;
     /// Dispatch classes left out, to see their cost in the difference; the tokens are then wrong.

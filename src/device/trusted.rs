@@ -6,19 +6,20 @@ use std::borrow::Cow;
 
 /// A shader module of our own registry without bounds checks and loop counters (13 % on an H200).
 ///
-/// Only for texts of `shaders/`, whose index arithmetic is tested against guard words for every variant.
+/// Only for texts of `shaders/`. Those of prefill are tested against guard words in every variant, those of decode so far
+/// by what they compute, block by block.
 pub(super) fn module(device: &wgpu::Device, label: &str, text: String) -> wgpu::ShaderModule {
     let descriptor =
         wgpu::ShaderModuleDescriptor { label: Some(label), source: wgpu::ShaderSource::Wgsl(Cow::Owned(text)) };
     // SAFETY: every text comes from the crate's registry. Its buffers are sized by the same geometry as its loops,
-    // which the kernel tests check with guard words on both sides, and all its loops have finite bounds.
+    // and `contract` refuses a geometry they are not made for; all its loops have finite bounds.
     unsafe { device.create_shader_module_trusted(descriptor, wgpu::ShaderRuntimeChecks::unchecked()) }
 }
 
 /// Leave to use features that wgpu calls experimental: cooperative matrices.
 pub(super) fn experimental() -> wgpu::ExperimentalFeatures {
-    // SAFETY: the token only says that their rough edges are known: cooperative matrices are used where the start-up
-    // self-test found them right.
+    // SAFETY: the token only says that their rough edges are known: cooperative matrices are used in the one shape and
+    // format that was compared with the plain tiles on the card, and `CMF_NEMO_COOP=0` turns them off.
     unsafe { wgpu::ExperimentalFeatures::enabled() }
 }
 
