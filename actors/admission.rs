@@ -191,13 +191,17 @@ impl Admission {
 
     fn fetched(&mut self, fetched: Fetched) {
         let Some((found, before)) = self.moving.get(&(fetched.layer, fetched.expert)).copied() else { return };
-        let _span = debug_span!(
-            target: "riparian::admission", parent: &self.span, "admit",
+        let span = debug_span!(
+            target: "riparian::admission", parent: &self.span, "admit", flow_start = tracing::field::Empty,
             layer = %found.layer, expert = %found.expert, place = %found.place
-        )
-        .entered();
+        );
+        let _span = span.clone().entered();
         let sent = match fetched.payload {
-            Ok(payload) => self.admits.try_send(Admit { place: found.place, payload }).is_ok(),
+            Ok(payload) => {
+                let admit = Admit { place: found.place, payload };
+                span.record("flow_start", admit.flow());
+                self.admits.try_send(admit).is_ok()
+            }
             Err(why) => {
                 tracing::warn!(target: "riparian::admission", layer = %found.layer, expert = %found.expert, %why,
                     "no bytes to admit");

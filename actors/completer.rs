@@ -84,6 +84,12 @@ impl Handle {
         }
     }
 
+    /// Jobs that wait.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.0.len()
+    }
+
     /// Stop behind the present job.
     pub fn shutdown(&self) {
         let _ = self.0.try_send(Message::Shutdown);

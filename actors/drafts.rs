@@ -153,6 +153,15 @@ impl Drafts {
 
     fn landed(&mut self, id: SessionId, outcome: Option<FlightOutcome>, ids: &[TokenId], total: usize) {
         let depth_max = self.depth_max;
+        // Steps without drafts are nothing to it.
+        let drafts = self.drafter.is_some() || outcome.is_some_and(|outcome| outcome.depth > 0);
+        let _span = drafts.then(|| {
+            debug_span!(
+                target: "riparian::drafts", parent: &self.span, "draft", session = id.0, ids = ids.len(),
+                offered = outcome.map_or(0, |outcome| outcome.offered), kept = outcome.map_or(0, |outcome| outcome.kept)
+            )
+            .entered()
+        });
         let fresh = || Session { policy: Policy::new(depth_max), told: depth_max.min(1), seen: 0 };
         let session = self.sessions.entry(id).or_insert_with(fresh);
         if let Some(outcome) = outcome {
@@ -163,8 +172,6 @@ impl Drafts {
         // A message that was lost leaves a gap, and a drafter with a gap guesses nothing any more.
         if let Some(drafter) = self.drafter.as_mut().filter(|_| session.seen + ids.len() == total) {
             session.seen = total;
-            let _span =
-                debug_span!(target: "riparian::drafts", parent: &self.span, "draft", session = %id, depth).entered();
             // Two rounds, and the id between them.
             guess = drafter.guess(id, ids, 2 * (depth + 1));
         }

@@ -176,7 +176,7 @@ impl Handle {
         let place = self.place().await?;
         let recording = RecordingId(self.next.fetch_add(1, Ordering::Relaxed));
         let (gives, given) = mpsc::channel(CHUNKS_AHEAD + 1);
-        let span = info_span!("encode", recording = recording.0, samples = samples.len());
+        let span = info_span!(target: "riparian::encoder", "encode", recording = recording.0, samples = samples.len());
         let message = Message::Encode { recording, samples, keep, place, span, gives };
         self.inbox.try_send(message).map_err(|_| EncodeError::Gone)?;
         Ok(Rows { recording, inbox: self.inbox.clone(), given, encoded: None, watch: self.watch.clone() })

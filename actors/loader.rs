@@ -18,7 +18,7 @@ use std::thread::{self, JoinHandle};
 
 use crossbeam_channel::{Receiver, Sender, bounded, select_biased};
 use tokio::sync::oneshot;
-use tracing::{Span, debug, debug_span, info_span};
+use tracing::{Span, debug, debug_span, info_span, trace_span};
 
 use super::alive::{Alive, Watch, alive};
 use super::payload::{FETCHES_MAX, Fetch, Fetched};
@@ -135,7 +135,7 @@ impl Handle {
     /// Opens a model; `None` when the loader has ended.
     pub async fn open(&self, path: PathBuf, access: Access) -> Option<Result<Arc<Model>, ModelError>> {
         let (reply, answer) = oneshot::channel();
-        let span = info_span!("load", path = %path.display());
+        let span = info_span!(target: "riparian::loader", "open", path = %path.display());
         // What is not sent drops its reply, which says the same as an end.
         let _ = self.control.try_send(Message::Open { path, access, span, reply });
         self.watch.or_gone(answer).await?.ok()
@@ -260,7 +260,8 @@ impl Loader {
         };
         let payload = matrix.payload();
         let end = payload.len().min(warming.offset + STRIDE);
-        touch(&payload[warming.offset..end]);
+        let span = trace_span!(target: "riparian::loader", "page in", bytes = end - warming.offset);
+        span.in_scope(|| touch(&payload[warming.offset..end]));
         warming.seen.done_bytes += (end - warming.offset) as u64;
         warming.offset = end;
         if end == payload.len() {
@@ -275,7 +276,7 @@ impl Loader {
     }
 
     fn fetch(&mut self, Fetch { layer, expert, reply }: Fetch) {
-        let _span = debug_span!("fetch", layer = layer.0, expert = expert.0).entered();
+        let _span = debug_span!(target: "riparian::loader", "fetch", layer = layer.0, expert = expert.0).entered();
         let payload = self.read(layer, expert).map_err(|error| error.to_string());
         if let Err(error) = &payload {
             debug!(error, "fetch failed");

@@ -202,10 +202,31 @@ pub struct Counters {
     pub flights_live: u64,
     /// Flights that have not landed.
     pub flights_unlanded: u64,
+    /// Messages that wait now.
+    pub queues: Queues,
     /// Time the device said it worked, where it can tell.
     pub device_busy: Duration,
     /// Promises of our own that were broken (`invariants.rs`); 0, or a bug.
     pub violations: u64,
+}
+
+/// Messages that wait in the channels of a graph. Every channel is bounded where it is made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Queues {
+    /// Sessions' requests to the submitter.
+    pub requests: usize,
+    /// Readback's facts to the submitter.
+    pub facts: usize,
+    /// The completer's answers to the submitter.
+    pub answers: usize,
+    /// Admissions whose upload the submitter has not queued.
+    pub admits: usize,
+    /// The draft scheduler's advice to the submitter.
+    pub advice: usize,
+    /// What readback is still to wait for, in order.
+    pub awaits: usize,
+    /// Layers whose missing experts the completer has not begun.
+    pub completions: usize,
 }
 
 /// Admission manager to loader: read an expert's bytes. Page-in happens there.
@@ -241,4 +262,12 @@ pub struct Admit {
     pub place: PlaceIx,
     /// Layer, expert and bytes.
     pub payload: Arc<Payload>,
+}
+
+impl Admit {
+    /// A number for it in traces, which draw an arrow from the decision to the upload. No stop's number is as large.
+    #[must_use]
+    pub fn flow(&self) -> u64 {
+        1 << 63 | u64::from(self.payload.layer.0) << 32 | u64::from(self.payload.expert.0)
+    }
 }

@@ -14,7 +14,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
-use tracing::{Span, debug, trace, trace_span};
+use tracing::{Span, debug_span, trace, trace_span};
 
 use super::clock::Clock;
 use super::completer;
@@ -122,6 +122,12 @@ impl Handle {
     /// When readback has ended.
     pub fn awaits(&self, wait: Wait, flight: FlightId) -> Result<(), Gone> {
         self.send(Message::Await { wait, flight })
+    }
+
+    /// What it is still to wait for.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.0.len()
     }
 
     /// The next device's half.
@@ -305,7 +311,7 @@ impl Readback {
             (wait, Landing::Logits(logits)) => self.tell(Fact::Read { wait, what: ReadResult::Logits(logits) }),
             (wait, Landing::Record(record)) => {
                 let _span = trace_span!(
-                    target: "riparian::readback", parent: &self.span, "land", %flight,
+                    target: "riparian::readback", parent: &self.span, "land", flight = flight.0,
                     waited_us = (self.clock.now() - since).as_micros() as u64
                 )
                 .entered();
@@ -328,15 +334,16 @@ impl Readback {
             if own && news {
                 self.sent[stop.slot.index()] = Some(stop);
                 let experts = missed.by_expert().into_iter().map(|(expert, _)| expert).collect();
-                debug!(
-                    target: "riparian::readback", flow_start = stop.flow(), %flight, layer = %missed.layer,
-                    rows = missed.rows.len(), "missed"
-                );
+                let _span = debug_span!(
+                    target: "riparian::readback", "miss", flow_start = stop.flow(), flight = flight.0,
+                    layer = %missed.layer, rows = missed.rows.len()
+                )
+                .entered();
                 self.completer.complete(missed.clone());
                 self.tell(Fact::Missed { stop, experts });
             }
         }
-        trace!(target: "riparian::readback", %flight, ids = record.out.ids.len(), "landed");
+        trace!(target: "riparian::readback", flight = flight.0, ids = record.out.ids.len(), "landed");
         self.tell(match wait {
             Wait::Peek(_) => Fact::Peeked { wait },
             _ => Fact::Landed { flight, wait, record },

@@ -25,7 +25,7 @@ use super::clock::Clock;
 use super::completer::{self, Answer};
 use super::drafts::{self, Advice};
 use super::payload::{
-    Admit, Counters, Event, FinishReason, Finished, SessionError, SessionOptions, SessionStats, Token,
+    Admit, Counters, Event, FinishReason, Finished, Queues, SessionError, SessionOptions, SessionStats, Token,
 };
 use super::readback::{self, Fact, ReadResult};
 use super::session::{Control, Ends, Request};
@@ -221,6 +221,9 @@ struct Session {
     stats: SessionStats,
     first_feed: Option<Duration>,
     first_id: Option<Duration>,
+    /// Never entered: open from the first pass that was queued until the first id.
+    prefill: Option<Span>,
+    /// Never entered: open as long as the session is known here.
     span: Span,
 }
 
@@ -476,9 +479,36 @@ impl Submitter {
             sessions_open: self.sessions.values().filter(|s| s.is_open()).count() as u64,
             flights_live: self.live() as u64,
             flights_unlanded: self.flights.len() as u64,
+            queues: self.queues(),
             violations: violations(),
             ..self.counters.clone()
         }
+    }
+
+    fn queues(&self) -> Queues {
+        Queues {
+            requests: self.inbox.sessions.requests.len(),
+            facts: self.inbox.facts.len(),
+            answers: self.inbox.answers.len(),
+            admits: self.inbox.admits.len(),
+            advice: self.inbox.advice.len(),
+            awaits: self.readback.waiting(),
+            completions: self.completer.waiting(),
+        }
+    }
+
+    /// Tells whoever draws counters; nothing is computed where nobody listens.
+    fn count(&self) {
+        let (c, q) = (&self.counters, || self.queues());
+        trace!(
+            target: "riparian::counter",
+            tokens = c.tokens, flights = c.flights, misses = c.misses, completions = c.completed,
+            admissions = c.admitted, drafts_offered = c.drafts_offered, drafts_kept = c.drafts_kept,
+            bytes_uploaded = c.bytes_uploaded, flights_live = self.live(), flights_unlanded = self.flights.len(),
+            queue_requests = q().requests, queue_facts = q().facts, queue_answers = q().answers,
+            queue_admits = q().admits, queue_advice = q().advice, queue_awaits = q().awaits,
+            queue_completions = q().completions
+        );
     }
 
     fn handle(&mut self, message: Message) {
@@ -548,7 +578,8 @@ impl Submitter {
             stats: SessionStats::default(),
             first_feed: None,
             first_id: None,
-            span: info_span!(target: "riparian::session", "session", session = %id),
+            prefill: None,
+            span: info_span!(target: "riparian::session", "session", session = id.0),
         };
         self.sessions.insert(id, session);
         self.turns.push_back(id);
@@ -615,7 +646,11 @@ impl Submitter {
             session.stats.prefill = first.saturating_sub(session.first_feed.unwrap_or(first));
             session.stats.decode = now.saturating_sub(first);
         }
-        session.span.in_scope(|| info!(target: "riparian::session", ?reason, tokens = session.ids.len(), "finished"));
+        session.prefill = None;
+        info!(
+            target: "riparian::session", parent: &session.span, session = id.0, ?reason, tokens = session.ids.len(),
+            "finished"
+        );
         let last = Event::Finished(Box::new(Finished { reason, stats: session.stats.clone() }));
         if let Err(error) = events.try_send(last) {
             // Rule 10 keeps a place for it.
@@ -728,6 +763,7 @@ impl Submitter {
         check!(Bound, jobs <= 1 || self.reuses_at_once(), "{stop:?} makes {jobs} jobs of one slot");
         self.counters.misses += 1;
         self.counters.missed_experts += experts.len() as u64;
+        self.count();
         if let Some(id) = self.slots[stop.slot.index()].owner {
             self.sessions.get_mut(&id).expect("owners exist").stats.misses += 1;
         }
@@ -793,6 +829,7 @@ impl Submitter {
         if let Answer::Completed { computed, uploads, .. } = &answer {
             self.counters.completed += *computed as u64;
             self.counters.served_by_upload += uploads.len() as u64;
+            self.count();
         }
         let owner = self.slots[stop.slot.index()].owner;
         match (self.current(stop), answer) {
@@ -884,7 +921,7 @@ impl Submitter {
             self.finish(flight.session, FinishReason::Length);
         }
         self.flights.retain(|f| f.id != id);
-        trace!(target: "riparian::counter", flights_live = self.live(), flights_unlanded = self.flights.len());
+        self.count();
         self.free_slots();
     }
 
@@ -936,11 +973,19 @@ impl Submitter {
         session.stats.drafts_kept += kept as usize;
         session.stats.verifies += verifies;
         if verifies > 0 {
-            let _span = debug_span!(
+            let _verify = debug_span!(
                 target: "riparian::submitter", parent: &session.span, "verify",
-                flight = %flight.id, rounds = verifies, offered, kept
+                flight = flight.id.0, rounds = verifies, offered, kept, busy_us = busy.as_micros() as u64
             )
             .entered();
+            let refused = out.rounds.iter().filter(|round| round.kept < round.offered).count();
+            // What the device took back by itself; a rollback that the host asks for has its own span in `cure`.
+            if refused > 0 && self.facts.drafts == DraftAbility::OnDevice {
+                let _rollback = debug_span!(
+                    target: "riparian::submitter", "rollback", flight = flight.id.0, rounds = refused, on_device = true
+                )
+                .entered();
+            }
         }
         // Of a round, the kept drafts come first and the model's own id last.
         let mut drafted = out.rounds.iter().flat_map(|round| (0..=round.kept).map(move |i| i < round.kept));
@@ -974,6 +1019,9 @@ impl Submitter {
         let session = self.sessions.get_mut(&id).expect("open");
         let Some(events) = &session.events else { return };
         session.first_id.get_or_insert(now);
+        if let Some(prefill) = session.prefill.take() {
+            prefill.record("rows", session.rows.len() / self.facts.hidden).record("passes", session.passes.len());
+        }
         let position = Position::from(session.base() + session.prompt + session.ids.len());
         session.ids.push(token);
         self.counters.tokens += 1;
@@ -1008,7 +1056,11 @@ impl Submitter {
         self.sessions.values_mut().filter(|s| s.is_open()).for_each(|s| s.stats.admitted += 1);
         self.counters.bytes_uploaded += admit.payload.bytes.len() as u64;
         let (layer, place) = (admit.payload.layer, admit.place);
-        debug!(target: "riparian::submitter", %layer, %place, expert = %admit.payload.expert, "admitted");
+        debug!(
+            target: "riparian::submitter", flow_end = admit.flow(), %layer, %place, expert = %admit.payload.expert,
+            "admitted"
+        );
+        self.count();
         let item = Item::Upload { layer, place, payload: admit.payload.clone(), staging };
         admission.tell(admission::Message::Placed(admit));
         self.append(vec![item], &[Wait::Upload(staging)]);
@@ -1246,6 +1298,13 @@ impl Submitter {
         {
             session.cursor += pass.rows.len() / self.facts.hidden;
             session.passes.push(session.cursor);
+            let parent = &session.span;
+            session.prefill.get_or_insert_with(|| {
+                debug_span!(
+                    target: "riparian::prefill", parent: parent, "prefill", session = id.0, rows = field::Empty,
+                    passes = field::Empty
+                )
+            });
             session.accepting = pass.accept.then_some(from.batch).or(session.accepting);
         }
         session.next = to;
@@ -1275,7 +1334,7 @@ impl Submitter {
         let session = &self.sessions[&id];
         let span = debug_span!(
             target: "riparian::flight", parent: &session.span, "flight", flight = flight.0, session = id.0,
-            kind = kind_of(&work), batches = to.batch - from.batch, layer = %to.layer, position = session.position(),
+            kind = kind_of(&work), steps = to.batch - from.batch, layer = %to.layer, position = session.position(),
             peeks = peeks.len(), ids = field::Empty, overtaken = field::Empty
         );
         self.counters.flights += 1;
@@ -1292,7 +1351,7 @@ impl Submitter {
             queued,
             span,
         });
-        trace!(target: "riparian::counter", flights_live = self.live(), flights_unlanded = self.flights.len());
+        self.count();
         check!(Flights, self.live() <= LIVE_MAX, "{} live flights", self.live());
         check!(Flights, self.flights.len() <= UNLANDED_MAX, "{} unlanded flights", self.flights.len());
         items.push(Item::Run(Run { stamp, from, to, work, limit, peeks }));
@@ -1368,10 +1427,17 @@ impl Submitter {
     fn cure(&mut self, stop: Stop, cure: Cure, stamp: Stamp, items: &mut Vec<Item>, waits: &mut Vec<Wait>) {
         let turn = stamp.turn;
         let Cure::Resume { made, uploads } = cure else {
-            let _span = debug_span!(target: "riparian::submitter", "rollback", flight = %stamp.flight).entered();
+            let _span = debug_span!(
+                target: "riparian::submitter", "rollback", flight = stamp.flight.0, rounds = 1_u64, on_device = false
+            )
+            .entered();
             return items.push(Item::Rollback { stop, turn });
         };
-        trace!(target: "riparian::submitter", flow_end = stop.flow(), flight = stamp.flight.0, "resume");
+        let _span = debug_span!(
+            target: "riparian::submitter", "resume", flow_end = stop.flow(), flight = stamp.flight.0,
+            uploads = uploads.len()
+        )
+        .entered();
         items.push(Item::Resume { stop, turn, made });
         let layer = stop.point.layer;
         let mut fills = Vec::new();

@@ -9,8 +9,8 @@
 //! | a span that is entered | a slice on the thread's track, one per time it is entered |
 //! | a span that is never entered, only closed | an asynchronous slice: work that hops between actors, such as a flight |
 //! | an event | an instant on the thread's track |
-//! | an event with target [`COUNTER`] | a counter for each of its numbers |
-//! | an event with target [`DEVICE`] | a slice on the device's track: `class`, `age_us` (how long ago it began), `dur_us` |
+//! | an event with target [`COUNTER`] | a counter for each of its numbers, written where it changes |
+//! | an event with target [`DEVICE`] | a slice on the device's track: `class` (its name), `age_us` (how long before the event it began; `dur_us` if left out), `dur_us` |
 //! | a field [`FLOW_START`], [`FLOW_STEP`] or [`FLOW_END`] | an arrow between the slices that name the same number |
 //!
 //! Needs the `cli` feature, because it builds on `tracing-subscriber`.
@@ -48,8 +48,11 @@ pub const FLOW_END: &str = "flow_end";
 const HOST_PID: u32 = 1;
 /// The process the device's track stands under.
 const DEVICE_PID: u32 = 2;
-/// Length given to an event that carries an arrow: arrows bind to slices, not to instants.
-const FLOW_SLICE_US: f64 = 1.0;
+/// The device's track.
+const DEVICE_TID: u32 = 1;
+/// Length given to an event that carries an arrow: arrows bind to slices, not to instants. Less than the clock's step
+/// between two events, so that it lies within the slice around it.
+const FLOW_SLICE_US: f64 = 0.01;
 
 /// A [`tracing_subscriber`] layer that writes a trace; see the module.
 #[derive(Debug)]
@@ -76,11 +79,20 @@ pub fn to_file(path: &Path) -> io::Result<(TraceLayer, TraceGuard)> {
 
 /// Begins a trace in any writer.
 pub fn to_writer(out: Box<dyn Write + Send>) -> (TraceLayer, TraceGuard) {
-    let writer = Writer { out, first: true, threads: HashMap::new(), error: None };
+    let writer = Writer {
+        out,
+        first: true,
+        threads: HashMap::new(),
+        counters: HashMap::new(),
+        device_until_us: f64::NEG_INFINITY,
+        error: None,
+    };
     let sink = Arc::new(Sink { begun: Instant::now(), writer: Mutex::new(Some(writer)) });
     for (pid, name) in [(HOST_PID, "riparian"), (DEVICE_PID, "device")] {
         sink.put(&json!({ "ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": { "name": name } }));
     }
+    let track = json!({ "name": "device" });
+    sink.put(&json!({ "ph": "M", "name": "thread_name", "pid": DEVICE_PID, "tid": DEVICE_TID, "args": track }));
     (TraceLayer { sink: Arc::clone(&sink) }, TraceGuard { sink })
 }
 
@@ -115,6 +127,10 @@ struct Writer {
     first: bool,
     /// Track number of each thread seen so far.
     threads: HashMap<ThreadId, u32>,
+    /// Last value written of each counter.
+    counters: HashMap<String, f64>,
+    /// End of the last slice on the device's track.
+    device_until_us: f64,
     error: Option<io::Error>,
 }
 
@@ -135,6 +151,30 @@ impl Writer {
             .write_all(lead.as_bytes())
             .and_then(|()| serde_json::to_writer(&mut self.out, event).map_err(io::Error::from));
         self.error = written.err();
+    }
+
+    /// A counter's value, unless it has it already: a viewer holds a value until the next.
+    fn count(&mut self, at_us: f64, name: &str, value: f64) {
+        if self.counters.get(name) == Some(&value) {
+            return;
+        }
+        self.counters.insert(name.to_owned(), value);
+        self.put(&json!({
+            "ph": "C", "name": name, "pid": HOST_PID, "tid": 0, "ts": at_us, "args": { name: value },
+        }));
+    }
+
+    /// A slice on the device's track. The device's clock and ours drift apart: what would overlap the slice before it is
+    /// cut, as slices of a track must not.
+    fn on_device(&mut self, start_us: f64, dur_us: f64, fields: &Fields) {
+        let end_us = (start_us + dur_us).max(self.device_until_us);
+        let start_us = start_us.max(self.device_until_us).max(0.0);
+        self.device_until_us = end_us.max(start_us);
+        let name = fields.args.get("class").and_then(Value::as_str).unwrap_or("work");
+        self.put(&json!({
+            "ph": "X", "name": name, "cat": DEVICE, "pid": DEVICE_PID, "tid": DEVICE_TID,
+            "ts": start_us, "dur": self.device_until_us - start_us, "args": fields.args,
+        }));
     }
 
     /// The calling thread's track, named the first time it is seen.
@@ -331,21 +371,17 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for TraceLayer {
         let metadata = event.metadata();
         match metadata.target() {
             COUNTER => {
-                for (name, value) in fields.args.iter().filter(|(_, value)| value.is_number()) {
-                    let args: Map<String, Value> = [(name.clone(), value.clone())].into_iter().collect();
-                    self.sink.put(&json!({
-                        "ph": "C", "name": name, "pid": HOST_PID, "tid": 0, "ts": now_us, "args": args,
-                    }));
+                if let Some(writer) = self.sink.writer.lock().as_mut() {
+                    let numbers = fields.args.iter().filter_map(|(name, value)| Some((name, value.as_f64()?)));
+                    numbers.for_each(|(name, value)| writer.count(now_us, name, value));
                 }
             }
             DEVICE => {
-                let name = fields.args.get("class").and_then(Value::as_str).unwrap_or("work");
-                let age_us = fields.number("age_us").unwrap_or(0.0);
-                let dur_us = fields.number("dur_us").unwrap_or(0.0);
-                self.sink.put(&json!({
-                    "ph": "X", "name": name, "cat": DEVICE, "pid": DEVICE_PID, "tid": 1,
-                    "ts": now_us - age_us, "dur": dur_us, "args": fields.args,
-                }));
+                let dur_us = fields.number("dur_us").unwrap_or(0.0).max(0.0);
+                let age_us = fields.number("age_us").unwrap_or(dur_us);
+                if let Some(writer) = self.sink.writer.lock().as_mut() {
+                    writer.on_device(now_us - age_us, dur_us, &fields);
+                }
             }
             target => {
                 let name = fields.message.clone().unwrap_or_else(|| metadata.name().to_owned());
@@ -459,7 +495,7 @@ mod tests {
         assert!(flows.iter().all(|flow| flow["id"] == 5 && flow["cat"] == "flow"));
         let counters = phase(&events, "C");
         let named: Vec<_> = counters.iter().map(|c| (c["name"].as_str().unwrap(), &c["args"])).collect();
-        assert_eq!(named, [("tokens", &json!({ "tokens": 12 })), ("misses", &json!({ "misses": 3 }))]);
+        assert_eq!(named, [("tokens", &json!({ "tokens": 12.0 })), ("misses", &json!({ "misses": 3.0 }))]);
         let device: Vec<_> = events.iter().filter(|event| event["cat"] == DEVICE).collect();
         assert_eq!((device.len(), &device[0]["name"], &device[0]["dur"]), (1, &json!("experts"), &json!(20.0)));
         // Every arrow lies inside a slice of its own thread, or a viewer drops it.

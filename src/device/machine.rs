@@ -108,6 +108,35 @@ pub(crate) enum Micro {
 }
 
 impl Micro {
+    /// What it does, in a word: its name on the device's track of a trace.
+    pub(crate) fn class(&self) -> &'static str {
+        match self {
+            Micro::Op(_, Op::Route(_)) => "route",
+            Micro::Op(_, Op::Experts(_)) => "experts",
+            Micro::Op(_, Op::Sum(_)) => "sum",
+            Micro::Op(_, Op::Accept(_)) => "accept",
+            Micro::Op(_, Op::Peek(_)) => "peek",
+            Micro::Item(Item::Start { .. }) => "start",
+            Micro::Item(Item::Retire { .. }) => "retire",
+            Micro::Item(Item::Run(_)) => "run",
+            Micro::Item(Item::Land { .. }) => "land",
+            Micro::Item(Item::Upload { .. }) => "upload",
+            Micro::Item(Item::Resume { .. }) => "resume",
+            Micro::Item(Item::Fill { .. }) => "fill",
+            Micro::Item(Item::Rollback { .. }) => "rollback",
+            Micro::Item(Item::Read { .. }) => "read",
+        }
+    }
+
+    /// Its flight, where it belongs to one.
+    pub(crate) fn flight(&self) -> Option<FlightId> {
+        match self {
+            Micro::Op(run, _) => Some(run.stamp.flight),
+            Micro::Item(Item::Land { stamp, .. } | Item::Fill { stamp, .. }) => Some(stamp.flight),
+            Micro::Item(_) => None,
+        }
+    }
+
     /// Whether anybody outside can see that it ran.
     pub(crate) fn is_visible(&self) -> bool {
         matches!(

@@ -51,11 +51,16 @@ pub(crate) fn start<M: Maths + 'static>(
             let timed = matches!(micro, Micro::Op(..));
             let done = catch_unwind(AssertUnwindSafe(|| {
                 pace(&micro);
+                let (class, flight) = (micro.class(), micro.flight().map_or(0, |flight| flight.0));
                 let begun = Instant::now();
                 let landed = machine.execute(micro);
+                let took = begun.elapsed();
                 if timed && let Some(busy) = &mut machine.busy {
-                    *busy += begun.elapsed();
+                    *busy += took;
                 }
+                // What stands in for a GPU's timestamps: a slice on the device's track.
+                let dur_us = took.as_secs_f64() * 1e6;
+                tracing::trace!(target: "riparian::device", class, flight, age_us = dur_us, dur_us);
                 landed
             }));
             match done {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
-use tracing::{info, warn};
+use tracing::{field, info, info_span, warn};
 
 use super::{Error, Hearing, LoadProgress, Runtime, Shared, Threads};
 use crate::actors::clock::Clock;
@@ -58,6 +58,8 @@ impl Builder {
     /// does not fit leads to the host, and a log line says why.
     pub async fn build(self) -> Result<Runtime, Error> {
         let Self { path, knobs, on_progress } = self;
+        // Never entered: open from here until the runtime stands.
+        let load = info_span!(target: "riparian::load", "load", path = %path.display(), device = field::Empty);
         let (loader, loader_thread) = loader::spawn().map_err(|e| Error::thread("loader", &e))?;
         // From here on everything started is stopped again if something fails.
         let mut threads = Threads { running: None, loader: loader.clone(), encoder: None, rest: vec![loader_thread] };
@@ -72,6 +74,7 @@ impl Builder {
         }
 
         let facts = device.facts().clone();
+        load.record("device", &*facts.name);
         info!(device = facts.name, positions = facts.kv_positions, full = facts.is_full(), "ready");
         let graph = Graph::assemble(Setup {
             device,

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::support::{Ran, demo, file, finish, model, program, recording, run, scratch};
+use crate::support::{Ran, demo, file, finish, model, program, recording, run};
 
 fn on_model(command: &str, flags: &[&str]) -> Ran {
     finish(program().arg(command).arg(model()).args(flags))
@@ -128,25 +128,6 @@ fn generate_refuses_what_is_no_prompt() {
     refused(&["--ids", "1,512"], &["512", "511"]);
     refused(&["--rows", "/nowhere.safetensors"], &["/nowhere.safetensors"]);
     refused(&["--prompt", "", "--raw"], &["nothing was fed"]);
-}
-
-#[test]
-fn a_trace_has_a_track_for_each_actor() {
-    let path = scratch().join("trace.json");
-    let ran = finish(program().arg("transcribe").arg(model()).arg(recording()).arg("--trace").arg(&path));
-    ran.ok();
-    let events: Vec<Value> = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-    let tracks: Vec<&str> = events
-        .iter()
-        .filter(|event| event["name"] == "thread_name")
-        .map(|e| e["args"]["name"].as_str().unwrap())
-        .collect();
-    for actor in ["loader", "encoder", "submitter", "readback"] {
-        assert!(tracks.contains(&actor), "{actor} is not among {tracks:?}");
-    }
-    for span in ["load", "encode", "flight"] {
-        assert!(events.iter().any(|event| event["name"] == span), "no {span} span");
-    }
 }
 
 #[test]

@@ -2,7 +2,8 @@
 //!
 //! `golden` holds the transcripts of the tiny model against its reference,
 //! `input` what happens with recordings and files that are not as they should
-//! be, `gpu` the program on an adapter, `commands` every command once, `usage` what is refused and how.
+//! be, `gpu` the program on an adapter, `commands` every command once, `trace` what `--trace` writes, `usage` what is
+//! refused and how.
 
 mod commands;
 mod golden;
@@ -10,4 +11,5 @@ mod golden;
 mod gpu;
 mod input;
 mod support;
+mod trace;
 mod usage;
