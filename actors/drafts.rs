@@ -153,17 +153,17 @@ impl Drafts {
 
     fn landed(&mut self, id: SessionId, outcome: Option<FlightOutcome>, ids: &[TokenId], total: usize) {
         let depth_max = self.depth_max;
-        // Steps without drafts are nothing to it.
-        let drafts = self.drafter.is_some() || outcome.is_some_and(|outcome| outcome.depth > 0);
-        let _span = drafts.then(|| {
+        let fresh = || Session { policy: Policy::new(depth_max), told: depth_max.min(1), seen: 0 };
+        let session = self.sessions.entry(id).or_insert_with(fresh);
+        // Of a session whose drafts are off there is nothing to draw.
+        let _span = (session.told > 0 || self.drafter.is_some()).then(|| {
             debug_span!(
                 target: "riparian::drafts", parent: &self.span, "draft", session = id.0, ids = ids.len(),
-                offered = outcome.map_or(0, |outcome| outcome.offered), kept = outcome.map_or(0, |outcome| outcome.kept)
+                depth = session.told, offered = outcome.map(|outcome| outcome.offered),
+                kept = outcome.map(|outcome| outcome.kept)
             )
             .entered()
         });
-        let fresh = || Session { policy: Policy::new(depth_max), told: depth_max.min(1), seen: 0 };
-        let session = self.sessions.entry(id).or_insert_with(fresh);
         if let Some(outcome) = outcome {
             session.policy.landed(outcome);
         }
