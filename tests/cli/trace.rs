@@ -163,7 +163,12 @@ impl Trace {
     }
 
     fn last(&self, counter: &str) -> f64 {
-        *self.counters.get(counter).unwrap_or_else(|| panic!("no {counter} in {:?}", self.counters.keys())).last().unwrap()
+        *self
+            .counters
+            .get(counter)
+            .unwrap_or_else(|| panic!("no {counter} in {:?}", self.counters.keys()))
+            .last()
+            .unwrap()
     }
 }
 
