@@ -124,6 +124,7 @@ impl Admission {
     /// Runs until it is stopped.
     pub(crate) fn run(mut self) {
         self.span = tracing::debug_span!(target: "riparian::admission", "admission");
+        let _life = self.span.clone().entered();
         let (observed, answered, fetched) = (self.observed.clone(), self.answered.clone(), self.fetched.clone());
         while !self.ended {
             select! {

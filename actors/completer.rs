@@ -146,6 +146,7 @@ impl Completer {
     /// Runs until it is stopped.
     pub(crate) fn run(mut self) {
         self.span = tracing::debug_span!(target: "riparian::completer", "completer");
+        let _life = self.span.clone().entered();
         while !self.ended {
             match self.inbox.recv() {
                 Ok(message) => self.handle(message),

@@ -119,6 +119,7 @@ impl Drafts {
     /// Runs until it is stopped.
     pub(crate) fn run(mut self) {
         self.span = tracing::debug_span!(target: "riparian::drafts", "drafts");
+        let _life = self.span.clone().entered();
         while !self.ended {
             match self.inbox.recv() {
                 Ok(message) => self.handle(message),

@@ -224,6 +224,7 @@ impl Readback {
     /// Runs until it is stopped.
     pub(crate) fn run(mut self) {
         self.span = tracing::debug_span!(target: "riparian::readback", "readback");
+        let _life = self.span.clone().entered();
         while !self.ended {
             if let Some(awaited) = self.awaited {
                 let deadline = self.deadline.map(|longest| Instant::now() + longest);

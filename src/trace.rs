@@ -9,7 +9,7 @@
 //! | a span that is entered | a slice on the thread's track, one per time it is entered |
 //! | a span that is never entered, only closed | an asynchronous slice: work that hops between actors, such as a flight |
 //! | an event | an instant on the thread's track |
-//! | an event with target [`COUNTER`] | a counter for each of its numbers, written where it changes |
+//! | an event with target [`COUNTER`] | a counter for each of its numbers, written when it changes; `a_b` is series `b` of counter `a` |
 //! | an event with target [`DEVICE`] | a slice on the device's track: `class` (its name), `age_us` (how long before the event it began; `dur_us` if left out), `dur_us` |
 //! | a field [`FLOW_START`], [`FLOW_STEP`] or [`FLOW_END`] | an arrow between the slices that name the same number |
 //!
@@ -83,6 +83,8 @@ pub fn to_writer(out: Box<dyn Write + Send>) -> (TraceLayer, TraceGuard) {
         out,
         first: true,
         threads: HashMap::new(),
+        arrows: HashMap::new(),
+        arrows_begun: 0,
         counters: HashMap::new(),
         device_until_us: f64::NEG_INFINITY,
         error: None,
@@ -127,6 +129,11 @@ struct Writer {
     first: bool,
     /// Track number of each thread seen so far.
     threads: HashMap<ThreadId, u32>,
+    /// The number in the file of each arrow that was begun and not ended. Numbers in the code come again, and viewers take
+    /// each for one arrow.
+    arrows: HashMap<u64, u64>,
+    /// Arrows begun so far.
+    arrows_begun: u64,
     /// Last value written of each counter.
     counters: HashMap<String, f64>,
     /// End of the last slice on the device's track.
@@ -153,14 +160,16 @@ impl Writer {
         self.error = written.err();
     }
 
-    /// A counter's value, unless it has it already: a viewer holds a value until the next.
+    /// A counter's value, unless it has it already: a viewer holds a value until the next. Viewers name a counter and
+    /// its series, so `drafts_kept` is the series `kept` of `drafts`.
     fn count(&mut self, at_us: f64, name: &str, value: f64) {
         if self.counters.get(name) == Some(&value) {
             return;
         }
         self.counters.insert(name.to_owned(), value);
+        let (name, series) = name.split_once('_').unwrap_or((name, "total"));
         self.put(&json!({
-            "ph": "C", "name": name, "pid": HOST_PID, "tid": 0, "ts": at_us, "args": { name: value },
+            "ph": "C", "name": name, "pid": HOST_PID, "tid": 0, "ts": at_us, "args": { series: value },
         }));
     }
 
@@ -183,7 +192,8 @@ impl Writer {
         if let Some(&track) = self.threads.get(&thread.id()) {
             return track;
         }
-        let track = u32::try_from(self.threads.len()).expect("fewer threads than that") + 1;
+        // A thread of the process's own number would pass for its main thread.
+        let track = u32::try_from(self.threads.len()).expect("fewer threads than that") + HOST_PID + 1;
         self.threads.insert(thread.id(), track);
         let name = thread.name().map_or_else(|| format!("thread {track}"), str::to_owned);
         self.put(&json!({ "ph": "M", "name": "thread_name", "pid": HOST_PID, "tid": track, "args": { "name": name } }));
@@ -210,6 +220,29 @@ impl Sink {
             event.insert("tid".into(), track.into());
             writer.put(&Value::Object(event));
         }
+    }
+
+    /// Gives arrows their numbers in the file; those that never began are left out. To be called in the order in which
+    /// things begin, not in which they are written: a slice is written when it ends.
+    fn number_arrows(&self, fields: &mut Fields) {
+        if fields.flows.is_empty() {
+            return;
+        }
+        let mut writer = self.writer.lock();
+        let Some(writer) = writer.as_mut() else { return };
+        for (phase, id) in fields.flows.split_off(fields.numbered) {
+            let number = match phase {
+                "s" => {
+                    writer.arrows_begun += 1;
+                    writer.arrows.insert(id, writer.arrows_begun);
+                    Some(writer.arrows_begun)
+                }
+                "t" => writer.arrows.get(&id).copied(),
+                _ => writer.arrows.remove(&id),
+            };
+            fields.flows.extend(number.map(|number| (phase, number)));
+        }
+        fields.numbered = fields.flows.len();
     }
 
     fn slice(&self, name: &str, target: &str, start_us: f64, dur_us: f64, fields: &Fields) {
@@ -253,6 +286,8 @@ struct Fields {
     args: Map<String, Value>,
     /// Phase of the arrow and its number.
     flows: Vec<(&'static str, u64)>,
+    /// Of `flows`, how many have their number in the file.
+    numbered: usize,
 }
 
 impl Fields {
@@ -315,6 +350,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for TraceLayer {
     fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
         let mut fields = Fields::default();
         attributes.record(&mut fields);
+        self.sink.number_arrows(&mut fields);
         let open = Open { fields, begun_us: self.sink.now_us(), entered: Vec::new(), was_entered: false };
         if let Some(span) = context.span(id) {
             span.extensions_mut().insert(open);
@@ -325,6 +361,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for TraceLayer {
         let Some(span) = context.span(id) else { return };
         if let Some(open) = span.extensions_mut().get_mut::<Open>() {
             values.record(&mut open.fields);
+            self.sink.number_arrows(&mut open.fields);
         }
     }
 
@@ -348,6 +385,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for TraceLayer {
         self.sink.slice(metadata.name(), metadata.target(), start_us, now_us - start_us, &open.fields);
         // An arrow belongs to the first slice alone.
         open.fields.flows.clear();
+        open.fields.numbered = 0;
     }
 
     fn on_close(&self, id: Id, context: Context<'_, S>) {
@@ -359,7 +397,8 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for TraceLayer {
         let (name, cat, number) = (metadata.name(), metadata.target(), id.into_u64());
         for (phase, at_us) in [("b", open.begun_us), ("e", now_us)] {
             self.sink.put_here(object(json!({
-                "ph": phase, "name": name, "cat": cat, "id": number, "ts": at_us, "args": open.fields.args,
+                "ph": phase, "name": name, "cat": cat, "id2": { "local": format!("{number:#x}") }, "ts": at_us,
+                "args": open.fields.args,
             })));
         }
     }
@@ -368,6 +407,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for TraceLayer {
         let now_us = self.sink.now_us();
         let mut fields = Fields::default();
         event.record(&mut fields);
+        self.sink.number_arrows(&mut fields);
         let metadata = event.metadata();
         match metadata.target() {
             COUNTER => {
@@ -455,7 +495,8 @@ mod tests {
         });
         let (begins, ends) = (phase(&events, "b"), phase(&events, "e"));
         assert_eq!((begins.len(), ends.len()), (1, 1));
-        assert_eq!(begins[0]["id"], ends[0]["id"]);
+        assert_eq!(begins[0]["id2"], ends[0]["id2"]);
+        assert!(begins[0]["id2"]["local"].is_string(), "of this process, not of the whole trace");
         assert_eq!(begins[0]["args"], json!({ "flight": 7, "ids": 16 }));
         assert!(phase(&events, "X").is_empty());
     }
@@ -487,15 +528,16 @@ mod tests {
                 let _complete = tracing::info_span!("complete", flow_step = 5_u64).entered();
             }
             tracing::info!(flow_end = 5_u64, "resumed");
-            tracing::info!(target: COUNTER, tokens = 12_u64, misses = 3_u64, note = "no number");
+            tracing::info!(target: COUNTER, tokens = 12_u64, drafts_kept = 3_u64, note = "no number");
+            tracing::info!(target: COUNTER, tokens = 12_u64);
             tracing::info!(target: DEVICE, class = "experts", age_us = 50.0, dur_us = 20.0);
         });
         let flows: Vec<_> = ["s", "t", "f"].iter().flat_map(|p| phase(&events, p)).collect();
         assert_eq!(flows.len(), 3);
-        assert!(flows.iter().all(|flow| flow["id"] == 5 && flow["cat"] == "flow"));
+        assert!(flows.iter().all(|flow| flow["id"] == 1 && flow["cat"] == "flow"));
         let counters = phase(&events, "C");
         let named: Vec<_> = counters.iter().map(|c| (c["name"].as_str().unwrap(), &c["args"])).collect();
-        assert_eq!(named, [("tokens", &json!({ "tokens": 12.0 })), ("misses", &json!({ "misses": 3.0 }))]);
+        assert_eq!(named, [("tokens", &json!({ "total": 12.0 })), ("drafts", &json!({ "kept": 3.0 }))]);
         let device: Vec<_> = events.iter().filter(|event| event["cat"] == DEVICE).collect();
         assert_eq!((device.len(), &device[0]["name"], &device[0]["dur"]), (1, &json!("experts"), &json!(20.0)));
         // Every arrow lies inside a slice of its own thread, or a viewer drops it.
@@ -507,6 +549,31 @@ mod tests {
             });
             assert!(inside, "{flow}");
         }
+    }
+
+    #[test]
+    fn numbers_that_come_again_are_other_arrows() {
+        let events = traced(|| {
+            tracing::info!(flow_end = 7_u64, "of an arrow that never began");
+            for _ in 0..2 {
+                tracing::info!(flow_start = 7_u64, "missed");
+                tracing::info!(flow_end = 7_u64, "resumed");
+            }
+        });
+        let ids = |wanted: &str| phase(&events, wanted).iter().map(|e| e["id"].as_u64().unwrap()).collect::<Vec<_>>();
+        assert_eq!((ids("s"), ids("f")), (vec![1, 2], vec![1, 2]));
+    }
+
+    #[test]
+    fn slices_of_the_device_never_overlap() {
+        let events = traced(|| {
+            tracing::info!(target: DEVICE, class = "a", dur_us = 40.0, age_us = 50.0);
+            tracing::info!(target: DEVICE, class = "b", dur_us = 1e9, age_us = 1e9);
+        });
+        let slices = phase(&events, "X");
+        let [a, b] = slices[..] else { panic!("two slices, not {}", slices.len()) };
+        let at = |event: &Value, field: &str| event[field].as_f64().unwrap();
+        assert!(at(a, "ts") >= 0.0 && at(b, "ts") >= at(a, "ts") + at(a, "dur") && at(b, "dur") >= 0.0, "{a} {b}");
     }
 
     #[test]
