@@ -234,7 +234,11 @@ fn a_partial_bank_run_has_every_span_and_counter() {
     let arrows = trace.arrows();
     let misses = arrows.iter().filter(|names| names[..] == ["miss", "complete", "resume"]).count() as f64;
     let seen = |names: &[&str]| arrows.iter().any(|arrow| arrow.iter().map(String::as_str).eq(names.iter().copied()));
-    assert!(misses > 0.0 && misses <= trace.last("misses total"), "{misses} arrows of {} misses", trace.last("misses total"));
+    assert!(
+        misses > 0.0 && misses <= trace.last("misses total"),
+        "{misses} arrows of {} misses",
+        trace.last("misses total")
+    );
     assert!(seen(&["admit", "admitted"]), "{arrows:?}");
 
     // The counters say what the run's own report says.
