@@ -16,7 +16,7 @@ const SPREAD_FLOATS: usize = 1 << 17;
 
 /// Where a layer's weights are.
 enum Weight {
-    /// `[rows, cols]` as f32.
+    /// `[cols, rows]` as f32: so turned, the product reads it as it lies, and needs no copy in its own order each time.
     Floats(Vec<f32>),
     /// In the file, converted a panel of rows at a time.
     Mapped(Matrix),
@@ -52,7 +52,7 @@ impl Linear {
         let rows = bias.len();
         let cols = weight.len() / rows;
         assert_eq!(weight.len(), rows * cols, "a bias for each row");
-        Self { weight: Weight::Floats(weight), bias: Some(bias), rows, cols }
+        Self { weight: Weight::Floats(turned(&weight, cols)), bias: Some(bias), rows, cols }
     }
 
     pub(crate) fn with_bias(mut self, bias: Vec<f32>) -> Self {
@@ -82,7 +82,7 @@ impl Linear {
         if let Weight::Mapped(matrix) = &self.weight {
             let mut floats = vec![0.0; self.rows * self.cols];
             convert(matrix, 0, &mut floats);
-            self.weight = Weight::Floats(floats);
+            self.weight = Weight::Floats(turned(&floats, self.cols));
         }
     }
 
@@ -99,8 +99,7 @@ impl Linear {
             });
         }
         let keep = add || self.bias.is_some();
-        self.panels(panel, |range, weights| {
-            let factor = Factor::Transposed(View::dense(weights, self.cols));
+        self.panels(panel, |range, factor| {
             if x.rows > 0 {
                 product(x, factor, 1.0, keep, &mut out[range.start..], self.rows, Spread::Pool);
             }
@@ -115,32 +114,48 @@ impl Linear {
         out: &mut Vec<f32>,
         mut f: impl FnMut(Range<usize>, &[f32]),
     ) {
-        self.panels(panel, |range, weights| {
+        self.panels(panel, |range, factor| {
             let width = range.len();
             out.clear();
             out.resize(x.rows * width, 0.0);
             if let Some(bias) = &self.bias {
                 each_row(out, width, |row| row.copy_from_slice(&bias[range.clone()]));
             }
-            product(x, Factor::Transposed(View::dense(weights, self.cols)), 1.0, true, out, width, Spread::Pool);
+            product(x, factor, 1.0, true, out, width, Spread::Pool);
             f(range, out);
         });
     }
 
-    fn panels(&self, panel: &mut Panel, mut f: impl FnMut(Range<usize>, &[f32])) {
+    fn panels(&self, panel: &mut Panel, mut f: impl FnMut(Range<usize>, Factor<'_>)) {
         match &self.weight {
-            Weight::Floats(floats) => f(0..self.rows, floats),
+            Weight::Floats(floats) => f(0..self.rows, Factor::Plain(View::dense(floats, self.rows))),
             Weight::Mapped(matrix) => {
                 let step = (PANEL_FLOATS / self.cols.max(1)).clamp(1, self.rows.max(1));
                 for first in (0..self.rows).step_by(step) {
                     let range = first..(first + step).min(self.rows);
                     panel.0.resize(range.len() * self.cols, 0.0);
                     convert(matrix, first, &mut panel.0);
-                    f(range, &panel.0);
+                    f(range, Factor::Transposed(View::dense(&panel.0, self.cols)));
                 }
             }
         }
     }
+}
+
+/// `w [rows, cols]` as `[cols, rows]`.
+fn turned(w: &[f32], cols: usize) -> Vec<f32> {
+    /// Columns of a stripe whose lines of memory stay in the nearest cache.
+    const STRIPE: usize = 16;
+    let rows = w.len() / cols.max(1);
+    let mut turned = vec![0.0; w.len()];
+    for first in (0..cols).step_by(STRIPE) {
+        for (r, row) in w.chunks_exact(cols).enumerate() {
+            for (c, value) in row.iter().enumerate().skip(first).take(STRIPE) {
+                turned[c * rows + r] = *value;
+            }
+        }
+    }
+    turned
 }
 
 fn convert(matrix: &Matrix, first: usize, out: &mut [f32]) {
@@ -227,7 +242,7 @@ mod tests {
         let weight = if mapped {
             Weight::Mapped(Matrix::from_payload("w", Codec::F32, [rows, cols], bytes))
         } else {
-            Weight::Floats(floats)
+            Weight::Floats(turned(&floats, cols))
         };
         Linear { weight, bias: Some(bias), rows, cols }
     }

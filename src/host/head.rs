@@ -37,7 +37,9 @@ pub(crate) fn picks(pool: &Pool, head: &Matrix, act: Activations, normed: &[f32]
     let mut best = vec![vec![Pick::NONE; input.n()]; ranges.len()];
     let work = ranges.into_iter().zip(&mut best).collect();
     pool.each(work, |(rows, best): (std::ops::Range<usize>, &mut Vec<Pick>)| {
-        tile(set, head, rows.clone(), &input, |r, i, y| best[i].see(TokenId::from(rows.start + r), y));
+        tile(set, head, rows.clone(), &input, |r, i, y| {
+            y.iter().enumerate().for_each(|(k, y)| best[i].see(TokenId::from(rows.start + r + k), *y));
+        });
     });
     let mut all = vec![Pick::NONE; input.n()];
     for part in best {

@@ -155,25 +155,25 @@ fn convolve_row(weights: &MambaWeights, taps: usize, u: &[f32], state: &mut [f32
 /// One head's part of a scan.
 pub(crate) struct Head<'a> {
     /// Which head.
-    index: usize,
+    pub(crate) index: usize,
     /// `[P, N]`
-    state: &'a mut [f32],
+    pub(crate) state: &'a mut [f32],
     /// The head's part `[P]` of each row's output.
-    out: Vec<&'a mut [f32]>,
+    pub(crate) out: Vec<&'a mut [f32]>,
     /// The head's part `[P, N]` of each snapshot; empty where none are wanted.
-    after: Vec<&'a mut [f32]>,
+    pub(crate) after: Vec<&'a mut [f32]>,
     /// Step size and decay for each row.
-    steps: Vec<(f32, f32)>,
+    pub(crate) steps: Vec<(f32, f32)>,
     /// `D`
-    skip: f32,
+    pub(crate) skip: f32,
     /// `[n, channels]`: rows `[x | B | C]`.
-    convolved: &'a [f32],
+    pub(crate) convolved: &'a [f32],
     /// Channels of a row.
-    channels: usize,
+    pub(crate) channels: usize,
     /// Where in a row the head's x, B and C begin.
-    at: [usize; 3],
+    pub(crate) at: [usize; 3],
     /// Size of a line of the state.
-    d_state: usize,
+    pub(crate) d_state: usize,
 }
 
 /// The scan, `o [n, inner]`; `state [heads, P, N]` moves on.

@@ -78,7 +78,10 @@ pub(crate) fn run(pool: &Pool, act: Activations, jobs: Vec<Job<'_>>) {
             let _release = Release(inner);
             let (rows, slot) = &inner.parts[part];
             let mut values = vec![0.0; rows.len() * input.n()];
-            tile(set, &weights.up, rows.clone(), input, |r, i, y| values[i * rows.len() + r] = math::relu2(y));
+            tile(set, &weights.up, rows.clone(), input, |r, i, y| {
+                let values = &mut values[i * rows.len() + r..][..y.len()];
+                values.iter_mut().zip(y).for_each(|(value, y)| *value = math::relu2(*y));
+            });
             slot.set(values).expect("a tile is computed once");
             // Release and acquire: the last one sees what the others have set.
             if inner.left.fetch_sub(1, Ordering::AcqRel) == 1 {
@@ -89,7 +92,7 @@ pub(crate) fn run(pool: &Pool, act: Activations, jobs: Vec<Job<'_>>) {
         Item::Down { job, rows, mut out, weights } => {
             // Begun after every `up` tile was begun by somebody, so nobody waits for work that nobody does.
             if let Some(input) = inners[job].ready.wait() {
-                tile(set, &weights.down, rows, input, |r, i, y| out[i][r] = y);
+                tile(set, &weights.down, rows, input, |r, i, y| out[i][r..r + y.len()].copy_from_slice(y));
             }
         }
     });

@@ -13,6 +13,7 @@ use crate::host::math;
 use crate::model::tensors::Codec;
 
 use super::input::{Codes, Floats, GROUP, LANES, WIDE};
+use super::set::Line;
 
 /// What the logarithms of a ladder's sixteen parts are made of: `lo` and `step` times these. Lanes 0 to 7 are every
 /// fourth rung, 8 to 11 the factors from it to the next three.
@@ -68,10 +69,10 @@ fn group_sum(w: &[i8; GROUP], q: &[i8; GROUP]) -> i32 {
     sum
 }
 
-/// q8_2f, int8 activations: `out [rows, n]`, without the row scale.
+/// q8_2f, int8 activations, without the row scale.
 #[inline(always)]
-pub(super) fn q8_codes(w: &[i8], cols: usize, x: &Codes, first: usize, n: usize, out: &mut [f32]) {
-    for (w, out) in w.chunks_exact(cols).zip(out.chunks_exact_mut(n)) {
+pub(super) fn q8_codes(w: &[i8], cols: usize, x: &Codes, first: usize, out: &mut [Line]) {
+    for (r, w) in w.chunks_exact(cols).enumerate() {
         let (whole, tail) = w.as_chunks::<GROUP>();
         let mut last = [0; GROUP];
         last[..tail.len()].copy_from_slice(tail);
@@ -81,16 +82,16 @@ pub(super) fn q8_codes(w: &[i8], cols: usize, x: &Codes, first: usize, n: usize,
             for (g, w) in whole.iter().chain([&last]).enumerate().take(cols.div_ceil(GROUP)) {
                 lanes[g % LANES] += steps[g] * group_sum(w, &codes[g]) as f32;
             }
-            *out = math::tree(lanes);
+            out[r] = math::tree(lanes);
         }
     }
 }
 
-/// q4tp, int8 activations: `out [rows, n]`; `scales [rows, lanes]`.
+/// q4tp, int8 activations; `scales [rows, lanes]`.
 #[inline(always)]
-pub(super) fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first: usize, n: usize, out: &mut [f32]) {
+pub(super) fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first: usize, out: &mut [Line]) {
     let rows = w.chunks_exact(groups * 16).zip(scales.chunks_exact(x.lanes));
-    for ((w, scales), out) in rows.zip(out.chunks_exact_mut(n)) {
+    for (r, (w, scales)) in rows.enumerate() {
         for (i, out) in out.iter_mut().enumerate() {
             let (codes, steps, offsets) = x.row(first + i);
             let mut lanes = [0.0f32; LANES];
@@ -105,22 +106,23 @@ pub(super) fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first
                 }
                 lanes[g % LANES] += (steps[g] * scales[g]) * sum as f32;
             }
-            *out = math::tree(lanes);
+            out[r] = math::tree(lanes);
         }
     }
 }
 
-/// Float activations: `out [rows, N]`. `load(row, column, weights)` fills up to
+/// Float activations. `load(row, column, weights)` fills up to
 /// 64 weights from `column` on (the rest is zero before and must stay so).
 #[inline(always)]
 pub(super) fn floats<const N: usize, const FMA: bool>(
+    rows: usize,
     cols: usize,
     load: impl Fn(usize, usize, &mut [f32; WIDE]),
     x: &Floats,
     first: usize,
-    out: &mut [f32],
+    out: &mut [Line],
 ) {
-    for (r, out) in out.as_chunks_mut::<N>().0.iter_mut().enumerate() {
+    for r in 0..rows {
         let mut lanes = [[0.0f32; WIDE]; N];
         for column in (0..cols).step_by(WIDE) {
             let mut w = [0.0f32; WIDE];
@@ -137,7 +139,7 @@ pub(super) fn floats<const N: usize, const FMA: bool>(
             for l in 0..LANES {
                 sum[l] = (lanes[i][l] + lanes[i][16 + l]) + (lanes[i][32 + l] + lanes[i][48 + l]);
             }
-            out[i] = math::tree(sum);
+            out[i][r] = math::tree(sum);
         }
     }
 }

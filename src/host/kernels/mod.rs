@@ -16,6 +16,7 @@
 
 mod body;
 mod input;
+mod packed;
 mod portable;
 mod set;
 #[cfg(target_arch = "x86_64")]
@@ -30,15 +31,18 @@ pub(crate) use input::Input;
 pub(crate) use set::Set;
 
 use self::input::{GROUP, LANES};
-use self::set::CHUNK;
+use self::packed::Packed;
+use self::set::{BLOCK, CHUNK, Line};
 use super::isa::Isa;
 use super::math;
 use super::pool::Pool;
 use crate::knobs::Activations;
 use crate::model::tensors::{Codec, Matrix};
 
-/// Weight rows that stay in the nearest cache while the activation rows pass.
-const BLOCK: usize = 16;
+/// Activation rows from which on weaving a block's rows together pays.
+const MANY: usize = 6;
+/// Activation rows whose products stay in the nearest cache until they are given away.
+const LINES: usize = 32;
 /// Fewest weight bytes worth handing to another thread.
 const TILE_MIN_BYTES: usize = 32 << 10;
 /// Most weight bytes of a tile: a thread that is taken away holds up no more.
@@ -149,7 +153,7 @@ pub(crate) fn run(pool: &Pool, jobs: Vec<Job<'_>>) {
     let set = Set::of(pool.isa());
     RUNS[pool.isa() as usize].fetch_add(1, Ordering::Relaxed);
     pool.each(tiles, |(matrix, input, rows, mut out)| {
-        tile(set, matrix, rows, input, |r, i, y| out[i][r] = y);
+        tile(set, matrix, rows, input, |r, i, y| out[i][r..r + y.len()].copy_from_slice(y));
     });
 }
 
@@ -181,68 +185,91 @@ pub(crate) fn split_columns<'a>(
     parts
 }
 
-/// Products with the weight rows of one tile: `give(row - rows.start, input row, value)`, rows in order.
+/// Products with the weight rows of one tile: `give(row - rows.start, input row, values)` with the values of up to
+/// [`BLOCK`] rows that follow each other, rows in order.
 pub(crate) fn tile(
     set: &Set,
     matrix: &Matrix,
     rows: Range<usize>,
     input: &Input,
-    mut give: impl FnMut(usize, usize, f32),
+    mut give: impl FnMut(usize, usize, &[f32]),
 ) {
     let (cols, n) = (matrix.cols(), input.n());
-    let mut out = [0.0f32; BLOCK * CHUNK];
+    let many = set.many.filter(|_| n >= MANY && matches!(input, Input::Codes(_)));
+    let step = if many.is_some() { LINES } else { CHUNK };
+    let mut packed = Packed::default();
+    let mut lines = [[0.0f32; BLOCK]; LINES];
     let mut scales = Vec::new();
-    let mut row_scales = [1.0f32; BLOCK];
     for start in rows.clone().step_by(BLOCK) {
         let block = start..(start + BLOCK).min(rows.end);
+        let mut row_scales = None;
         match matrix.codec() {
             Codec::Q8_2f => {
-                let halves = matrix.q8_2f().row_scales[2 * block.start..2 * block.end].as_chunks().0;
+                let planes = matrix.q8_2f();
+                let halves = planes.row_scales[2 * block.start..2 * block.end].as_chunks().0;
+                let row_scales = row_scales.insert([0.0f32; BLOCK]);
                 row_scales.iter_mut().zip(halves).for_each(|(s, h)| *s = math::half(u16::from_le_bytes(*h)));
+                if let Some(many) = many {
+                    (many.q8_pack)(&planes.codes[block.start * cols..block.end * cols], cols, &mut packed);
+                }
             }
             Codec::Q4tp => {
                 scales.resize(block.len() * (cols / GROUP).next_multiple_of(LANES), 0.0);
                 scale_rows(set, matrix, block.clone(), &mut scales);
+                if let Some(many) = many {
+                    let nibbles = &matrix.q4tp().nibbles[block.start * cols / 2..block.end * cols / 2];
+                    (many.q4_pack)(nibbles, cols / GROUP, &scales, &mut packed);
+                }
             }
             Codec::F32 | Codec::F16 | Codec::Bf16 => {}
         }
-        for first in (0..n).step_by(CHUNK) {
-            let chunk = (n - first).min(CHUNK);
-            let out = &mut out[..block.len() * chunk];
-            match (matrix.codec(), input) {
-                (Codec::Q8_2f, Input::Codes(x)) => {
-                    let w = &matrix.q8_2f().codes[block.start * cols..block.end * cols];
-                    (set.q8_codes)(w, cols, x, first, chunk, out);
-                }
-                (Codec::Q8_2f, Input::Floats(x)) => {
-                    let w = &matrix.q8_2f().codes[block.start * cols..block.end * cols];
-                    (set.q8_floats)(w, cols, x, first, chunk, out);
-                }
-                (Codec::Q4tp, Input::Codes(x)) => {
-                    let w = &matrix.q4tp().nibbles[block.start * cols / 2..block.end * cols / 2];
-                    (set.q4_codes)(w, cols / GROUP, &scales, x, first, chunk, out);
-                }
-                (Codec::Q4tp, Input::Floats(x)) => {
-                    let w = &matrix.q4tp().nibbles[block.start * cols / 2..block.end * cols / 2];
-                    (set.q4_floats)(w, cols / GROUP, &scales, x, first, chunk, out);
-                }
-                (codec, Input::Floats(x)) => {
-                    let (size, kernel) = match codec {
-                        Codec::F32 => (4, set.f32),
-                        Codec::F16 => (2, set.f16),
-                        _ => (2, set.bf16),
-                    };
-                    let w = &matrix.payload()[block.start * cols * size..block.end * cols * size];
-                    kernel(w, cols, x, first, chunk, out);
-                }
-                (codec, Input::Codes(_)) => unreachable!("int8 rows for {codec}"),
+        for first in (0..n).step_by(step) {
+            let lines = &mut lines[..step.min(n - first)];
+            match (many, input) {
+                (Some(many), Input::Codes(x)) => (many.products)(&packed, x, first, lines),
+                _ => few(set, matrix, block.clone(), &scales, input, first, lines),
             }
-            for (r, y) in out.chunks_exact(chunk).enumerate() {
-                for (i, y) in y.iter().enumerate() {
-                    give(block.start - rows.start + r, first + i, y * row_scales[r]);
+            for (i, line) in lines.iter_mut().enumerate() {
+                if let Some(row_scales) = &row_scales {
+                    line.iter_mut().zip(row_scales).for_each(|(y, scale)| *y *= scale);
                 }
+                give(block.start - rows.start, first + i, &line[..block.len()]);
             }
         }
+    }
+}
+
+/// Products of a block's rows with a few activation rows.
+fn few(
+    set: &Set,
+    matrix: &Matrix,
+    block: Range<usize>,
+    scales: &[f32],
+    input: &Input,
+    first: usize,
+    lines: &mut [Line],
+) {
+    let cols = matrix.cols();
+    let elements = |size: usize| &matrix.payload()[block.start * cols * size..block.end * cols * size];
+    match (matrix.codec(), input) {
+        (Codec::Q8_2f, Input::Codes(x)) => {
+            (set.q8_codes)(&matrix.q8_2f().codes[block.start * cols..block.end * cols], cols, x, first, lines);
+        }
+        (Codec::Q8_2f, Input::Floats(x)) => {
+            (set.q8_floats)(&matrix.q8_2f().codes[block.start * cols..block.end * cols], cols, x, first, lines);
+        }
+        (Codec::Q4tp, Input::Codes(x)) => {
+            let w = &matrix.q4tp().nibbles[block.start * cols / 2..block.end * cols / 2];
+            (set.q4_codes)(w, cols / GROUP, scales, x, first, lines);
+        }
+        (Codec::Q4tp, Input::Floats(x)) => {
+            let w = &matrix.q4tp().nibbles[block.start * cols / 2..block.end * cols / 2];
+            (set.q4_floats)(w, cols / GROUP, scales, x, first, lines);
+        }
+        (Codec::F32, Input::Floats(x)) => (set.f32)(elements(4), cols, x, first, lines),
+        (Codec::F16, Input::Floats(x)) => (set.f16)(elements(2), cols, x, first, lines),
+        (Codec::Bf16, Input::Floats(x)) => (set.bf16)(elements(2), cols, x, first, lines),
+        (codec, Input::Codes(_)) => unreachable!("int8 rows for {codec}"),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::body;
 use super::input::{Codes, Floats, GROUP, quantize_body};
-use super::set::{Set, by_rows};
+use super::set::{Line, Set, by_rows};
 use crate::host::attention::attend_body;
 use crate::host::mamba::scan_body;
 use crate::host::math;
@@ -12,6 +12,7 @@ pub(super) static SET: Set = Set {
     scales,
     q8_codes,
     q4_codes,
+    many: None,
     q8_floats,
     q4_floats,
     f32: exact32,
@@ -37,35 +38,35 @@ fn scales(ladders: &[u8], codes: &[u8], groups: usize, out: &mut [f32]) {
     body::scales(ladders, codes, groups, out);
 }
 
-fn q8_codes(w: &[i8], cols: usize, x: &Codes, first: usize, n: usize, out: &mut [f32]) {
-    body::q8_codes(w, cols, x, first, n, out);
+fn q8_codes(w: &[i8], cols: usize, x: &Codes, first: usize, out: &mut [Line]) {
+    body::q8_codes(w, cols, x, first, out);
 }
 
-fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first: usize, n: usize, out: &mut [f32]) {
-    body::q4_codes(w, groups, scales, x, first, n, out);
+fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first: usize, out: &mut [Line]) {
+    body::q4_codes(w, groups, scales, x, first, out);
 }
 
-fn q8_floats(w: &[i8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
+fn q8_floats(w: &[i8], cols: usize, x: &Floats, first: usize, out: &mut [Line]) {
     let load = body::elements(bytemuck::cast_slice(w), cols, |[w]: [u8; 1]| f32::from(w as i8));
-    by_rows!(n, N => body::floats::<N, false>(cols, load, x, first, out));
+    by_rows!(out.len(), N => body::floats::<N, false>(w.len() / cols, cols, load, x, first, out));
 }
 
-fn q4_floats(w: &[u8], groups: usize, scales: &[f32], x: &Floats, first: usize, n: usize, out: &mut [f32]) {
+fn q4_floats(w: &[u8], groups: usize, scales: &[f32], x: &Floats, first: usize, out: &mut [Line]) {
     let load = body::nibbles(w, groups, scales);
-    by_rows!(n, N => body::floats::<N, false>(groups * GROUP, load, x, first, out));
+    by_rows!(out.len(), N => body::floats::<N, false>(w.len() / (groups * 16), groups * GROUP, load, x, first, out));
 }
 
-fn exact32(w: &[u8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
+fn exact32(w: &[u8], cols: usize, x: &Floats, first: usize, out: &mut [Line]) {
     let load = body::elements(w, cols, f32::from_le_bytes);
-    by_rows!(n, N => body::floats::<N, false>(cols, load, x, first, out));
+    by_rows!(out.len(), N => body::floats::<N, false>(w.len() / (cols * 4), cols, load, x, first, out));
 }
 
-fn exact16(w: &[u8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
+fn exact16(w: &[u8], cols: usize, x: &Floats, first: usize, out: &mut [Line]) {
     let load = body::elements(w, cols, |w| math::half(u16::from_le_bytes(w)));
-    by_rows!(n, N => body::floats::<N, false>(cols, load, x, first, out));
+    by_rows!(out.len(), N => body::floats::<N, false>(w.len() / (cols * 2), cols, load, x, first, out));
 }
 
-fn brain16(w: &[u8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
+fn brain16(w: &[u8], cols: usize, x: &Floats, first: usize, out: &mut [Line]) {
     let load = body::elements(w, cols, |w| f32::from_bits(u32::from(u16::from_le_bytes(w)) << 16));
-    by_rows!(n, N => body::floats::<N, false>(cols, load, x, first, out));
+    by_rows!(out.len(), N => body::floats::<N, false>(w.len() / (cols * 2), cols, load, x, first, out));
 }

@@ -1,41 +1,60 @@
 //! One instruction set's versions of all kernels.
 
 use super::input::{Codes, Floats, GROUP};
+use super::packed::Packed;
 use crate::host::attention::{Partial, Tile};
 use crate::host::isa::Isa;
 use crate::host::mamba::Head;
 
 /// Most activation rows one call of a kernel takes.
 pub(crate) const CHUNK: usize = 4;
+/// Most weight rows one call of a kernel takes: they stay in the nearest cache while the activation rows pass.
+pub(crate) const BLOCK: usize = 16;
+
+/// One activation row's products with the weight rows of a call; what lies beyond the last row is of no meaning.
+pub(crate) type Line = [f32; BLOCK];
 
 /// Kernels as functions that are safe to call: a set is only handed out where
-/// the processor has what it needs. `first` and `n` (1 to [`CHUNK`]) choose the
-/// activation rows, `out` is `[weight rows, n]`.
+/// the processor has what it needs. A number and the output's length (1 to [`CHUNK`]
+/// lines) choose the activation rows.
 pub(crate) struct Set {
     /// [`super::input::quantize_body`]
     pub(crate) quantize: fn(&mut [f32], Option<&[u8]>, bool, &mut [[i8; GROUP]], &mut [f32], &mut [i32]),
     /// Ladders `[rows, 4]`, rung codes, groups, scales `[rows, lanes]`.
     pub(crate) scales: fn(&[u8], &[u8], usize, &mut [f32]),
     /// Codes `[rows, cols]`, cols.
-    pub(crate) q8_codes: fn(&[i8], usize, &Codes, usize, usize, &mut [f32]),
+    pub(crate) q8_codes: fn(&[i8], usize, &Codes, usize, &mut [Line]),
     /// Nibbles `[rows, groups, 16]`, groups, scales.
-    pub(crate) q4_codes: fn(&[u8], usize, &[f32], &Codes, usize, usize, &mut [f32]),
+    pub(crate) q4_codes: fn(&[u8], usize, &[f32], &Codes, usize, &mut [Line]),
+    /// Products with many rows, where the set has something better for them.
+    pub(crate) many: Option<Many>,
     /// As `q8_codes`, float activations.
-    pub(crate) q8_floats: fn(&[i8], usize, &Floats, usize, usize, &mut [f32]),
+    pub(crate) q8_floats: fn(&[i8], usize, &Floats, usize, &mut [Line]),
     /// As `q4_codes`, float activations.
-    pub(crate) q4_floats: fn(&[u8], usize, &[f32], &Floats, usize, usize, &mut [f32]),
+    pub(crate) q4_floats: fn(&[u8], usize, &[f32], &Floats, usize, &mut [Line]),
     /// Elements `[rows, cols]`, cols.
-    pub(crate) f32: fn(&[u8], usize, &Floats, usize, usize, &mut [f32]),
+    pub(crate) f32: fn(&[u8], usize, &Floats, usize, &mut [Line]),
     /// As `f32`.
-    pub(crate) f16: fn(&[u8], usize, &Floats, usize, usize, &mut [f32]),
+    pub(crate) f16: fn(&[u8], usize, &Floats, usize, &mut [Line]),
     /// As `f32`.
-    pub(crate) bf16: fn(&[u8], usize, &Floats, usize, usize, &mut [f32]),
+    pub(crate) bf16: fn(&[u8], usize, &Floats, usize, &mut [Line]),
     /// [`super::body::dots`]
     pub(crate) dots: fn(&[f32], &[f32], usize, &mut [f32]),
     /// [`crate::host::mamba::scan_body`]
     pub(crate) scan: fn(&mut Head<'_>),
     /// [`crate::host::attention::attend_body`]
     pub(crate) attend: fn(&Tile<'_>, &mut [Partial]),
+}
+
+/// int8 products whose lanes are weight rows: those of a block are woven together once for all activation rows.
+#[derive(Clone, Copy)]
+pub(crate) struct Many {
+    /// Codes `[rows, cols]`, cols.
+    pub(crate) q8_pack: fn(&[i8], usize, &mut Packed),
+    /// Nibbles `[rows, groups, 16]`, groups, scales.
+    pub(crate) q4_pack: fn(&[u8], usize, &[f32], &mut Packed),
+    /// Products with any number of activation rows from a number on.
+    pub(crate) products: fn(&Packed, &Codes, usize, &mut [Line]),
 }
 
 impl Set {

@@ -13,7 +13,7 @@ use std::arch::x86_64::*;
 
 use super::body;
 use super::input::{Codes, Floats, GROUP, LANES, Q8_OFFSET, WIDE};
-use super::set::{Set, by_rows};
+use super::set::{Line, Set, by_rows};
 use crate::host::attention::{Partial, Tile, attend_body};
 use crate::host::mamba::{Head, scan_body};
 
@@ -35,6 +35,7 @@ static SET: Set = Set {
     scales,
     q8_codes,
     q4_codes,
+    many: None,
     q8_floats,
     q4_floats,
     f32: exact32,
@@ -176,20 +177,20 @@ kernel! {
 }
 
 kernel! {
-    fn q8_codes(w: &[i8], cols: usize, x: &Codes, first: usize, n: usize, out: &mut [f32]) {
-        by_rows!(n, N => q8_codes_of::<N>(w, cols, x, first, out));
+    fn q8_codes(w: &[i8], cols: usize, x: &Codes, first: usize, out: &mut [Line]) {
+        by_rows!(out.len(), N => q8_codes_of::<N>(w, cols, x, first, out));
     }
 }
 
 kernel! {
-    fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first: usize, n: usize, out: &mut [f32]) {
-        by_rows!(n, N => q4_codes_of::<N>(w, groups, scales, x, first, out));
+    fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first: usize, out: &mut [Line]) {
+        by_rows!(out.len(), N => q4_codes_of::<N>(w, groups, scales, x, first, out));
     }
 }
 
 kernel! {
-    fn q8_floats(w: &[i8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
-        by_rows!(n, N => elements_of::<1, N>(bytemuck::cast_slice(w), cols, |w| {
+    fn q8_floats(w: &[i8], cols: usize, x: &Floats, first: usize, out: &mut [Line]) {
+        by_rows!(out.len(), N => elements_of::<1, N>(bytemuck::cast_slice(w), cols, |w| {
             // SAFETY: 8 bytes are read from an array of 8.
             let codes = unsafe { _mm_loadl_epi64(w.as_ptr().cast()) };
             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes))
@@ -198,21 +199,21 @@ kernel! {
 }
 
 kernel! {
-    fn q4_floats(w: &[u8], groups: usize, scales: &[f32], x: &Floats, first: usize, n: usize, out: &mut [f32]) {
-        by_rows!(n, N => q4_floats_of::<N>(w, groups, scales, x, first, out));
+    fn q4_floats(w: &[u8], groups: usize, scales: &[f32], x: &Floats, first: usize, out: &mut [Line]) {
+        by_rows!(out.len(), N => q4_floats_of::<N>(w, groups, scales, x, first, out));
     }
 }
 
 kernel! {
-    fn exact32(w: &[u8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
+    fn exact32(w: &[u8], cols: usize, x: &Floats, first: usize, out: &mut [Line]) {
         // SAFETY: 32 bytes are read from an array of 8 times 4.
-        by_rows!(n, N => elements_of::<4, N>(w, cols, |w| unsafe { _mm256_loadu_ps(w.as_ptr().cast()) }, x, first, out));
+        by_rows!(out.len(), N => elements_of::<4, N>(w, cols, |w| unsafe { _mm256_loadu_ps(w.as_ptr().cast()) }, x, first, out));
     }
 }
 
 kernel! {
-    fn exact16(w: &[u8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
-        by_rows!(n, N => elements_of::<2, N>(w, cols, |w| {
+    fn exact16(w: &[u8], cols: usize, x: &Floats, first: usize, out: &mut [Line]) {
+        by_rows!(out.len(), N => elements_of::<2, N>(w, cols, |w| {
             // SAFETY: 16 bytes are read from an array of 8 times 2.
             _mm256_cvtph_ps(unsafe { _mm_loadu_si128(w.as_ptr().cast()) })
         }, x, first, out));
@@ -220,8 +221,8 @@ kernel! {
 }
 
 kernel! {
-    fn brain16(w: &[u8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
-        by_rows!(n, N => elements_of::<2, N>(w, cols, |w| {
+    fn brain16(w: &[u8], cols: usize, x: &Floats, first: usize, out: &mut [Line]) {
+        by_rows!(out.len(), N => elements_of::<2, N>(w, cols, |w| {
             // SAFETY: 16 bytes are read from an array of 8 times 2.
             let halves = unsafe { _mm_loadu_si128(w.as_ptr().cast()) };
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
@@ -303,8 +304,8 @@ with_instructions! {
         _mm256_add_epi32(_mm256_permute2x128_si256::<0x20>(low, high), _mm256_permute2x128_si256::<0x31>(low, high))
     }
 
-    fn q8_codes_of<const N: usize>(w: &[i8], cols: usize, x: &Codes, first: usize, out: &mut [f32]) {
-        for (w, out) in w.chunks_exact(cols).zip(out.as_chunks_mut::<N>().0) {
+    fn q8_codes_of<const N: usize>(w: &[i8], cols: usize, x: &Codes, first: usize, out: &mut [Line]) {
+        for (r, w) in w.chunks_exact(cols).enumerate() {
             let mut acc = [[_mm256_setzero_ps(); 2]; N];
             let (whole, tail) = w.as_chunks::<{ 8 * GROUP }>();
             let mut last = [0; 8 * GROUP];
@@ -326,7 +327,7 @@ with_instructions! {
                 }
             }
             for i in 0..N {
-                out[i] = sum16(acc[i][0], acc[i][1]);
+                out[i][r] = sum16(acc[i][0], acc[i][1]);
             }
         }
     }
@@ -337,11 +338,11 @@ with_instructions! {
         scales: &[f32],
         x: &Codes,
         first: usize,
-        out: &mut [f32],
+        out: &mut [Line],
     ) {
         let mask = _mm256_set1_epi8(15);
         let rows = w.chunks_exact(groups * 16).zip(scales.chunks_exact(x.lanes));
-        for ((w, scales), out) in rows.zip(out.as_chunks_mut::<N>().0) {
+        for (r, (w, scales)) in rows.enumerate() {
             let mut acc = [[_mm256_setzero_ps(); 2]; N];
             let (whole, tail) = bytemuck::cast_slice::<u8, i8>(w).as_chunks::<{ 8 * 16 }>();
             let mut last = [0; 8 * 16];
@@ -375,7 +376,7 @@ with_instructions! {
                 }
             }
             for i in 0..N {
-                out[i] = sum16(acc[i][0], acc[i][1]);
+                out[i][r] = sum16(acc[i][0], acc[i][1]);
             }
         }
     }
@@ -386,12 +387,12 @@ with_instructions! {
         scales: &[f32],
         x: &Floats,
         first: usize,
-        out: &mut [f32],
+        out: &mut [Line],
     ) {
         let lanes = groups.next_multiple_of(LANES);
         let (mask, zero) = (_mm_set1_epi8(15), _mm256_set1_epi32(8));
         let rows = w.chunks_exact(groups * 16).zip(scales.chunks_exact(lanes));
-        for ((w, scales), out) in rows.zip(out.as_chunks_mut::<N>().0) {
+        for (r, (w, scales)) in rows.enumerate() {
             let mut acc = [[_mm256_setzero_ps(); 8]; N];
             let (pairs, odd) = w.as_chunks::<32>();
             let mut last = [0x88; 32];
@@ -424,7 +425,7 @@ with_instructions! {
                 }
             }
             for i in 0..N {
-                out[i] = sum64(&acc[i]);
+                out[i][r] = sum64(&acc[i]);
             }
         }
     }
@@ -453,9 +454,9 @@ fn elements_of<const SIZE: usize, const N: usize>(
     load: impl Fn(&[[u8; SIZE]; 8]) -> __m256,
     x: &Floats,
     first: usize,
-    out: &mut [f32],
+    out: &mut [Line],
 ) {
-    for (w, out) in w.chunks_exact(cols * SIZE).zip(out.as_chunks_mut::<N>().0) {
+    for (r, w) in w.chunks_exact(cols * SIZE).enumerate() {
         let mut acc = [[_mm256_setzero_ps(); 8]; N];
         let w = w.as_chunks::<SIZE>().0;
         let (whole, tail) = w.as_chunks::<WIDE>();
@@ -473,7 +474,7 @@ fn elements_of<const SIZE: usize, const N: usize>(
             }
         }
         for i in 0..N {
-            out[i] = sum64(&acc[i]);
+            out[i][r] = sum64(&acc[i]);
         }
     }
 }

@@ -1,9 +1,10 @@
 //! The kernels for AVX-512 with VNNI.
 //!
-//! int8: a block is 16 groups, one for each lane of the sums. `vpdpbusd`
-//! multiplies unsigned by signed bytes, exactly: an int8 weight has its sign bit
-//! flipped, which adds 128 to it, and 128 times the sum of the codes is taken
-//! off again; a nibble is unsigned as it is and 8 times the sum is taken off.
+//! int8: `vpdpbusd` multiplies unsigned by signed bytes, exactly: an int8
+//! weight has its sign bit flipped, which adds 128 to it, and 128 times the sum
+//! of the codes is taken off again; a nibble is unsigned as it is and 8 times
+//! the sum is taken off. With few activation rows the lanes are groups of
+//! columns, sixteen to a stretch; with many they are weight rows.
 //!
 //! Only [`set`] leaves this file, and it hands the kernels out where the
 //! processor has the instructions.
@@ -13,13 +14,16 @@ use std::arch::x86_64::*;
 
 use super::body;
 use super::input::{Codes, Floats, GROUP, LANES, Q8_OFFSET, WIDE};
-use super::set::{Set, by_rows};
+use super::packed::{Packed, VECTOR, VECTORS};
+use super::set::{BLOCK, Line, Many, Set, by_rows};
 use crate::host::attention::{Partial, Tile, attend_body};
 use crate::host::mamba::{Head, scan_body};
 use crate::host::math;
 
-/// Groups of a block.
-const BLOCK: usize = LANES;
+/// Groups of a stretch of columns.
+const STRETCH: usize = LANES;
+/// Rows of a scan whose B, C and sums stay in the nearest cache while a head's state passes.
+const SCAN_ROWS: usize = 8;
 /// How far ahead of its use a weight is asked for: beyond the page, so that its address is translated in time too.
 const AHEAD: usize = 3 * 4096 + 512;
 
@@ -43,6 +47,7 @@ static SET: Set = Set {
     scales,
     q8_codes,
     q4_codes,
+    many: Some(Many { q8_pack, q4_pack, products }),
     q8_floats,
     q4_floats,
     f32: exact32,
@@ -55,12 +60,12 @@ static SET: Set = Set {
 
 /// Defines functions compiled with the instructions.
 macro_rules! with_instructions {
-    ($($(#[$doc:meta])* fn $name:ident $(<const $N:ident: usize>)? ($($arg:ident: $type:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => {
+    ($($(#[$doc:meta])* fn $name:ident $(<$(const $N:ident: $of:ty),+>)? ($($arg:ident: $type:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => {
         $(
             $(#[$doc])*
             #[inline]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-            fn $name $(<const $N: usize>)? ($($arg: $type),*) $(-> $ret)? $body
+            fn $name $(<$(const $N: $of),+>)? ($($arg: $type),*) $(-> $ret)? $body
         )*
     };
 }
@@ -145,7 +150,13 @@ kernel! {
 
 kernel! {
     fn scan(head: &mut Head<'_>) {
-        scan_body(head);
+        // Sixteen lines give a vector of outputs; as many lines at a time as registers hold.
+        match (head.state.len() / head.d_state % LANES, head.d_state) {
+            (0, 64) => scan_of::<4, 4>(head),
+            (0, 128) => scan_of::<8, 2>(head),
+            (0, 256) => scan_of::<16, 1>(head),
+            _ => scan_body(head),
+        }
     }
 }
 
@@ -165,13 +176,13 @@ kernel! {
             prefetch(codes.as_ptr().wrapping_add(16 * width).cast());
             let (low, high) = ladder(params);
             // `permutex2var` looks at the lowest five bits alone.
-            let (whole, tail) = out[..lanes].split_at_mut(groups / BLOCK * BLOCK);
+            let (whole, tail) = out[..lanes].split_at_mut(groups / STRETCH * STRETCH);
             for (block, out) in whole.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
                 put(out, _mm512_permutex2var_ps(low, rungs(&codes[10 * block..]), high));
             }
             for out in tail.as_chunks_mut::<LANES>().0 {
-                let kept = (1 << (groups % BLOCK)) - 1;
-                let index = rungs(&codes[groups / BLOCK * 10..]);
+                let kept = (1 << (groups % STRETCH)) - 1;
+                let index = rungs(&codes[groups / STRETCH * 10..]);
                 put(out, _mm512_maskz_permutex2var_ps(kept, low, index, high));
             }
         }
@@ -179,20 +190,85 @@ kernel! {
 }
 
 kernel! {
-    fn q8_codes(w: &[i8], cols: usize, x: &Codes, first: usize, n: usize, out: &mut [f32]) {
-        by_rows!(n, N => q8_codes_of::<N>(w, cols, x, first, out));
+    fn q8_codes(w: &[i8], cols: usize, x: &Codes, first: usize, out: &mut [Line]) {
+        by_rows!(out.len(), N => q8_codes_of::<N>(w, cols, x, first, out));
     }
 }
 
 kernel! {
-    fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first: usize, n: usize, out: &mut [f32]) {
-        by_rows!(n, N => q4_codes_of::<N>(w, groups, scales, x, first, out));
+    fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first: usize, out: &mut [Line]) {
+        by_rows!(out.len(), N => q4_codes_of::<N>(w, groups, scales, x, first, out));
     }
 }
 
 kernel! {
-    fn q8_floats(w: &[i8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
-        by_rows!(n, N => elements_of::<1, N>(bytemuck::cast_slice(w), cols, |w| {
+    fn q8_pack(w: &[i8], cols: usize, to: &mut Packed) {
+        let (rows, groups) = (w.len() / cols, cols.div_ceil(GROUP));
+        let w: &[u8] = bytemuck::cast_slice(w);
+        to.split = false;
+        to.codes.resize(groups, [[0; VECTOR]; VECTORS]);
+        let flip = _mm512_set1_epi8(-128);
+        for (g, to) in to.codes.iter_mut().enumerate() {
+            for (half, to) in to.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+                let at = g * GROUP + 16 * half;
+                let mut last = [[0; 16]; BLOCK];
+                let tail = at + 16 > cols;
+                if tail {
+                    for (r, last) in last.iter_mut().take(rows).enumerate().filter(|_| at < cols) {
+                        last[..cols - at].copy_from_slice(&w[r * cols + at..(r + 1) * cols]);
+                    }
+                }
+                // What lies beyond the last row is of no meaning: there the last row stands once more.
+                let row = |r: usize| match tail {
+                    true => &last[r],
+                    false => w[r.min(rows - 1) * cols + at..].first_chunk().expect("inside the row"),
+                };
+                for (to, vector) in to.iter_mut().zip(weave(row)) {
+                    put_vector(to, _mm512_xor_si512(vector, flip));
+                }
+            }
+        }
+    }
+}
+
+kernel! {
+    fn q4_pack(w: &[u8], groups: usize, scales: &[f32], to: &mut Packed) {
+        let (w, lanes) = (w.as_chunks::<16>().0, groups.next_multiple_of(LANES));
+        let rows = w.len() / groups;
+        to.split = true;
+        to.codes.resize(groups, [[0; VECTOR]; VECTORS]);
+        to.scales.resize(groups.next_multiple_of(4), [0.0; BLOCK]);
+        let mask = _mm512_set1_epi8(15);
+        // What lies beyond the last row is of no meaning: there the last row stands once more.
+        for (g, to) in to.codes.iter_mut().enumerate() {
+            for (j, vector) in weave(|r| &w[r.min(rows - 1) * groups + g]).into_iter().enumerate() {
+                put_vector(&mut to[j], _mm512_and_si512(vector, mask));
+                put_vector(&mut to[4 + j], _mm512_and_si512(_mm512_srli_epi16::<4>(vector), mask));
+            }
+        }
+        let scales: &[[u8; 16]] = bytemuck::cast_slice(scales.as_chunks::<4>().0);
+        for (four, to) in to.scales.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            for (to, vector) in to.iter_mut().zip(weave(|r| &scales[r.min(rows - 1) * lanes / 4 + four])) {
+                put(to, _mm512_castsi512_ps(vector));
+            }
+        }
+    }
+}
+
+kernel! {
+    fn products(w: &Packed, x: &Codes, first: usize, out: &mut [Line]) {
+        for (i, out) in out.chunks_mut(4).enumerate() {
+            match w.split {
+                true => by_rows!(out.len(), N => products_of::<N, true>(w, x, first + 4 * i, out)),
+                false => by_rows!(out.len(), N => products_of::<N, false>(w, x, first + 4 * i, out)),
+            }
+        }
+    }
+}
+
+kernel! {
+    fn q8_floats(w: &[i8], cols: usize, x: &Floats, first: usize, out: &mut [Line]) {
+        by_rows!(out.len(), N => elements_of::<1, N>(bytemuck::cast_slice(w), cols, |w| {
             // SAFETY: 16 bytes are read from an array of 16.
             let codes = unsafe { _mm_loadu_si128(w.as_ptr().cast()) };
             _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes))
@@ -201,21 +277,21 @@ kernel! {
 }
 
 kernel! {
-    fn q4_floats(w: &[u8], groups: usize, scales: &[f32], x: &Floats, first: usize, n: usize, out: &mut [f32]) {
-        by_rows!(n, N => q4_floats_of::<N>(w, groups, scales, x, first, out));
+    fn q4_floats(w: &[u8], groups: usize, scales: &[f32], x: &Floats, first: usize, out: &mut [Line]) {
+        by_rows!(out.len(), N => q4_floats_of::<N>(w, groups, scales, x, first, out));
     }
 }
 
 kernel! {
-    fn exact32(w: &[u8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
+    fn exact32(w: &[u8], cols: usize, x: &Floats, first: usize, out: &mut [Line]) {
         // SAFETY: 64 bytes are read from an array of 16 times 4.
-        by_rows!(n, N => elements_of::<4, N>(w, cols, |w| unsafe { _mm512_loadu_ps(w.as_ptr().cast()) }, x, first, out));
+        by_rows!(out.len(), N => elements_of::<4, N>(w, cols, |w| unsafe { _mm512_loadu_ps(w.as_ptr().cast()) }, x, first, out));
     }
 }
 
 kernel! {
-    fn exact16(w: &[u8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
-        by_rows!(n, N => elements_of::<2, N>(w, cols, |w| {
+    fn exact16(w: &[u8], cols: usize, x: &Floats, first: usize, out: &mut [Line]) {
+        by_rows!(out.len(), N => elements_of::<2, N>(w, cols, |w| {
             // SAFETY: 32 bytes are read from an array of 16 times 2.
             _mm512_cvtph_ps(unsafe { _mm256_loadu_si256(w.as_ptr().cast()) })
         }, x, first, out));
@@ -223,8 +299,8 @@ kernel! {
 }
 
 kernel! {
-    fn brain16(w: &[u8], cols: usize, x: &Floats, first: usize, n: usize, out: &mut [f32]) {
-        by_rows!(n, N => elements_of::<2, N>(w, cols, |w| {
+    fn brain16(w: &[u8], cols: usize, x: &Floats, first: usize, out: &mut [Line]) {
+        by_rows!(out.len(), N => elements_of::<2, N>(w, cols, |w| {
             // SAFETY: 32 bytes are read from an array of 16 times 2.
             let halves = unsafe { _mm256_loadu_si256(w.as_ptr().cast()) };
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
@@ -335,10 +411,45 @@ with_instructions! {
         _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b))
     }
 
-    fn sum16(x: __m512) -> f32 {
-        let mut lanes = [0.0; 16];
-        put(&mut lanes, x);
-        math::tree(lanes)
+    /// The sums of the lanes of sixteen vectors, each in the order of [`math::tree`].
+    fn trees(x: &[[f32; LANES]; 16]) -> __m512 {
+        // Two vectors' halves, then four vectors' quarters, and so on, side by side.
+        let mut eight = [_mm512_setzero_ps(); 8];
+        for i in 0..8 {
+            let (a, b) = (floats(&x[i]), floats(&x[i + 8]));
+            eight[i] = _mm512_add_ps(
+                _mm512_shuffle_f32x4::<0b01_00_01_00>(a, b),
+                _mm512_shuffle_f32x4::<0b11_10_11_10>(a, b),
+            );
+        }
+        let mut four = [_mm512_setzero_ps(); 4];
+        for i in 0..4 {
+            let (a, b) = (eight[i], eight[i + 4]);
+            four[i] = _mm512_add_ps(
+                _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b),
+                _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b),
+            );
+        }
+        let pair = |a: __m512, b: __m512| {
+            let (a, b) = (_mm512_castps_pd(a), _mm512_castps_pd(b));
+            let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+            _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high))
+        };
+        let (a, b) = (pair(four[0], four[2]), pair(four[1], four[3]));
+        let sums = _mm512_add_ps(
+            _mm512_shuffle_ps::<0b10_00_10_00>(a, b),
+            _mm512_shuffle_ps::<0b11_01_11_01>(a, b),
+        );
+        // Quarter q holds vectors 0, 8, 4 or 12 on, there the third before the second.
+        let order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+        _mm512_permutexvar_ps(order, sums)
+    }
+
+    /// Sums of the lanes for each activation row and weight row.
+    fn give(sums: &[[[f32; LANES]; BLOCK]], out: &mut [Line]) {
+        for (sums, out) in sums.iter().zip(out) {
+            put(out, trees(sums));
+        }
     }
 
     /// The activation rows of a call.
@@ -352,9 +463,10 @@ with_instructions! {
         rows
     }
 
-    fn q8_codes_of<const N: usize>(w: &[i8], cols: usize, x: &Codes, first: usize, out: &mut [f32]) {
+    fn q8_codes_of<const N: usize>(w: &[i8], cols: usize, x: &Codes, first: usize, out: &mut [Line]) {
         let rows = rows_of::<N>(x, first);
-        for (w, out) in w.chunks_exact(cols).zip(out.as_chunks_mut::<N>().0) {
+        let mut sums = [[[0.0; LANES]; BLOCK]; N];
+        for (r, w) in w.chunks_exact(cols).enumerate() {
             let mut acc = [_mm512_setzero_ps(); N];
             let (whole, tail) = w.as_chunks::<{ 64 * 8 }>();
             let mut vectors = [_mm512_setzero_si512(); 8];
@@ -373,9 +485,10 @@ with_instructions! {
                 q8_block(&vectors, &rows, whole.len(), &mut acc);
             }
             for i in 0..N {
-                out[i] = sum16(acc[i]);
+                put(&mut sums[i][r], acc[i]);
             }
         }
+        give(&sums, out);
     }
 
     /// Adds the products of one block of a q8_2f row with each activation row.
@@ -405,17 +518,138 @@ with_instructions! {
         }
     }
 
+    /// [`scan_body`] with fused multiply-adds, for lines of `V` vectors, `LINES` at a time.
+    fn scan_of<const V: usize, const LINES: usize>(head: &mut Head<'_>) {
+        let Head { state, out, after, steps, skip, convolved, channels, at, .. } = head;
+        let [at_x, at_b, at_c] = *at;
+        let mut sums = [[[0.0; LANES]; LANES]; SCAN_ROWS];
+        for (stretch, out) in out.chunks_mut(SCAN_ROWS).enumerate() {
+            let first = stretch * SCAN_ROWS;
+            let row = |t: usize| &convolved[(first + t) * *channels..(first + t + 1) * *channels];
+            for (block, state) in state.as_chunks_mut::<16>().0.chunks_exact_mut(V * LANES).enumerate() {
+                for (few, state) in state.chunks_exact_mut(V * LINES).enumerate() {
+                    let line = block * LANES + few * LINES;
+                    let mut s = [[_mm512_setzero_ps(); V]; LINES];
+                    for l in 0..LINES {
+                        for v in 0..V {
+                            s[l][v] = floats(&state[l * V + v]);
+                        }
+                    }
+                    for t in 0..out.len() {
+                        let row = row(t);
+                        let (dt, decay) = steps[first + t];
+                        let b: &[[f32; 16]; V] = row[at_b..].as_chunks().0.first_chunk().expect("a row has its B");
+                        let c: &[[f32; 16]; V] = row[at_c..].as_chunks().0.first_chunk().expect("a row has its C");
+                        let xs: &[f32; LINES] = row[at_x + line..].first_chunk().expect("a row has its x");
+                        let decay = _mm512_set1_ps(decay);
+                        let mut x = [decay; LINES];
+                        let mut acc = [_mm512_setzero_ps(); LINES];
+                        for l in 0..LINES {
+                            x[l] = _mm512_set1_ps(dt * xs[l]);
+                        }
+                        for v in 0..V {
+                            let (b, c) = (floats(&b[v]), floats(&c[v]));
+                            for l in 0..LINES {
+                                s[l][v] = _mm512_fmadd_ps(x[l], b, _mm512_mul_ps(decay, s[l][v]));
+                                acc[l] = _mm512_fmadd_ps(s[l][v], c, acc[l]);
+                            }
+                        }
+                        for l in 0..LINES {
+                            put(&mut sums[t][few * LINES + l], acc[l]);
+                        }
+                        if let Some(after) = after.get_mut(first + t) {
+                            let after = &mut after.as_chunks_mut::<16>().0[line * V..];
+                            for l in 0..LINES {
+                                for v in 0..V {
+                                    put(&mut after[l * V + v], s[l][v]);
+                                }
+                            }
+                        }
+                    }
+                    for l in 0..LINES {
+                        for v in 0..V {
+                            put(&mut state[l * V + v], s[l][v]);
+                        }
+                    }
+                }
+                for (t, out) in out.iter_mut().enumerate() {
+                    let x = floats(row(t)[at_x + block * LANES..].first_chunk().expect("a row has its x"));
+                    let out = out[block * LANES..].first_chunk_mut().expect("whole blocks of lines");
+                    put(out, _mm512_fmadd_ps(_mm512_set1_ps(*skip), x, trees(&sums[t])));
+                }
+            }
+        }
+    }
+
+    fn put_vector(out: &mut [u8; VECTOR], x: __m512i) {
+        // SAFETY: 64 bytes are written to an array of 64.
+        unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), x) }
+    }
+
+    /// Products of a packed block with `N` rows.
+    fn products_of<const N: usize, const SPLIT: bool>(w: &Packed, x: &Codes, first: usize, out: &mut [Line]) {
+        let rows = rows_of::<N>(x, first);
+        let groups = w.codes.len();
+        // Sums of lanes that wait for their partners.
+        let mut waiting = [[_mm512_setzero_ps(); N]; 5];
+        let mut last = 0;
+        for (k, lane) in w.lanes().enumerate() {
+            let mut acc = [_mm512_setzero_ps(); N];
+            for g in (lane..groups).step_by(LANES) {
+                let mut vectors = [_mm512_setzero_si512(); VECTORS];
+                for j in 0..VECTORS {
+                    // SAFETY: 64 bytes are read from an array of 64.
+                    vectors[j] = unsafe { _mm512_loadu_si512(w.codes[g][j].as_ptr().cast()) };
+                }
+                let (block, at) = (g / STRETCH, g % STRETCH);
+                for i in 0..N {
+                    let codes: &[[i32; 4]; 32] = bytemuck::cast_ref(&rows[i].codes[block]);
+                    // Of four groups the 64 even codes come first, then the odd ones.
+                    let [low, high] = if SPLIT {
+                        let at = at / 4 * 8 + at % 4;
+                        [&codes[at], &codes[at + 4]]
+                    } else {
+                        [&codes[2 * at], &codes[2 * at + 1]]
+                    };
+                    let mut sum = _mm512_set1_epi32(-rows[i].offsets[block][at]);
+                    for j in 0..VECTORS {
+                        let four = if j < 4 { low[j] } else { high[j - 4] };
+                        sum = _mm512_dpbusd_epi32(sum, vectors[j], _mm512_set1_epi32(four));
+                    }
+                    let mut scale = _mm512_set1_ps(rows[i].steps[block][at]);
+                    if SPLIT {
+                        scale = _mm512_mul_ps(scale, floats(&w.scales[g]));
+                    }
+                    acc[i] = _mm512_add_ps(acc[i], _mm512_mul_ps(scale, _mm512_cvtepi32_ps(sum)));
+                }
+            }
+            let level = k.trailing_ones() as usize;
+            for earlier in &waiting[..level] {
+                for i in 0..N {
+                    acc[i] = _mm512_add_ps(earlier[i], acc[i]);
+                }
+            }
+            // The last one has met all others.
+            waiting[level] = acc;
+            last = level;
+        }
+        for i in 0..N {
+            put(&mut out[i], waiting[last][i]);
+        }
+    }
+
     fn q4_codes_of<const N: usize>(
         w: &[u8],
         groups: usize,
         scales: &[f32],
         x: &Codes,
         first: usize,
-        out: &mut [f32],
+        out: &mut [Line],
     ) {
         let rows = rows_of::<N>(x, first);
+        let mut sums = [[[0.0; LANES]; BLOCK]; N];
         let lines = w.chunks_exact(groups * 16).zip(scales.chunks_exact(x.lanes));
-        for ((w, scales), out) in lines.zip(out.as_chunks_mut::<N>().0) {
+        for (r, (w, scales)) in lines.enumerate() {
             let mut acc = [_mm512_setzero_ps(); N];
             let scales = scales.as_chunks::<LANES>().0;
             let (whole, tail) = bytemuck::cast_slice::<u8, i8>(w).as_chunks::<{ 64 * 4 }>();
@@ -435,9 +669,10 @@ with_instructions! {
                 q4_block(&vectors, floats(&scales[whole.len()]), &rows, whole.len(), &mut acc);
             }
             for i in 0..N {
-                out[i] = sum16(acc[i]);
+                put(&mut sums[i][r], acc[i]);
             }
         }
+        give(&sums, out);
     }
 
     /// Adds the products of one block of a q4tp row with each activation row.
@@ -477,12 +712,13 @@ with_instructions! {
         scales: &[f32],
         x: &Floats,
         first: usize,
-        out: &mut [f32],
+        out: &mut [Line],
     ) {
         let lanes = groups.next_multiple_of(LANES);
         let values = _mm512_setr_ps(-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0);
         let rows = w.chunks_exact(groups * 16).zip(scales.chunks_exact(lanes));
-        for ((w, scales), out) in rows.zip(out.as_chunks_mut::<N>().0) {
+        let mut sums = [[[0.0; LANES]; BLOCK]; N];
+        for (r, (w, scales)) in rows.enumerate() {
             let mut acc = [[_mm512_setzero_ps(); 4]; N];
             let (pairs, odd) = w.as_chunks::<32>();
             let mut last = [0x88; 32];
@@ -507,15 +743,38 @@ with_instructions! {
                 }
             }
             for i in 0..N {
-                out[i] = sum64(acc[i]);
+                put(&mut sums[i][r], sum64(acc[i]));
             }
         }
+        give(&sums, out);
     }
 
     /// The four sixteens added as everywhere.
-    fn sum64(acc: [__m512; 4]) -> f32 {
-        sum16(_mm512_add_ps(_mm512_add_ps(acc[0], acc[1]), _mm512_add_ps(acc[2], acc[3])))
+    fn sum64(acc: [__m512; 4]) -> __m512 {
+        _mm512_add_ps(_mm512_add_ps(acc[0], acc[1]), _mm512_add_ps(acc[2], acc[3]))
     }
+}
+
+/// Sixteen times sixteen bytes as four vectors of four bytes of each.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+fn weave<'a>(row: impl Fn(usize) -> &'a [u8; 16]) -> [__m512i; 4] {
+    let four = |k: usize| {
+        // SAFETY: 16 bytes are read from an array of 16.
+        let part = |i: usize| unsafe { _mm_loadu_si128(row(4 * i + k).as_ptr().cast()) };
+        let low = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(part(0)), part(1));
+        let high = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(part(2)), part(3));
+        _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
+    };
+    let z = [four(0), four(1), four(2), four(3)];
+    let (a, b) = (_mm512_unpacklo_epi32(z[0], z[1]), _mm512_unpackhi_epi32(z[0], z[1]));
+    let (c, d) = (_mm512_unpacklo_epi32(z[2], z[3]), _mm512_unpackhi_epi32(z[2], z[3]));
+    [
+        _mm512_unpacklo_epi64(a, c),
+        _mm512_unpackhi_epi64(a, c),
+        _mm512_unpacklo_epi64(b, d),
+        _mm512_unpackhi_epi64(b, d),
+    ]
 }
 
 /// An activation row, block by block.
@@ -535,9 +794,10 @@ fn elements_of<const SIZE: usize, const N: usize>(
     load: impl Fn(&[[u8; SIZE]; 16]) -> __m512,
     x: &Floats,
     first: usize,
-    out: &mut [f32],
+    out: &mut [Line],
 ) {
-    for (w, out) in w.chunks_exact(cols * SIZE).zip(out.as_chunks_mut::<N>().0) {
+    let mut sums = [[[0.0; LANES]; BLOCK]; N];
+    for (r, w) in w.chunks_exact(cols * SIZE).enumerate() {
         let mut acc = [[_mm512_setzero_ps(); 4]; N];
         let w = w.as_chunks::<SIZE>().0;
         let (whole, tail) = w.as_chunks::<WIDE>();
@@ -556,7 +816,8 @@ fn elements_of<const SIZE: usize, const N: usize>(
             }
         }
         for i in 0..N {
-            out[i] = sum64(acc[i]);
+            put(&mut sums[i][r], sum64(acc[i]));
         }
     }
+    give(&sums, out);
 }
