@@ -16,6 +16,7 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use tracing::{Span, debug_span};
 
 use super::clock::Clock;
+use super::meter::{Meter, Lap};
 use crate::check;
 use crate::device::{Companion, Completions, Missed, Payload, Stop};
 use crate::invariants::Broken;
@@ -27,6 +28,8 @@ pub enum Message {
     Complete {
         /// The miss.
         missed: Arc<Missed>,
+        /// When it was read.
+        read_at: Duration,
     },
     /// The submitter: stop behind the present job.
     Shutdown,
@@ -45,6 +48,8 @@ pub enum Answer {
         computed: usize,
         /// Experts that the device shall compute from these bytes.
         uploads: Vec<Arc<Payload>>,
+        /// When the miss was read, and when it was answered.
+        times: [Duration; 2],
     },
     /// The job died.
     Failed {
@@ -78,8 +83,8 @@ pub struct Handle(Sender<Message>);
 
 impl Handle {
     /// Hands a job over. A completer that is gone is noticed by the submitter, whose answers end.
-    pub fn complete(&self, missed: Arc<Missed>) {
-        if let Err(error) = self.0.try_send(Message::Complete { missed }) {
+    pub fn complete(&self, missed: Arc<Missed>, read_at: Duration) {
+        if let Err(error) = self.0.try_send(Message::Complete { missed, read_at }) {
             check!(Bound, error.is_disconnected(), "the channel of jobs is full");
         }
     }
@@ -112,6 +117,7 @@ pub struct Completer {
     companion: Arc<dyn Companion>,
     serve: ServeOptions,
     clock: Clock,
+    meter: Meter,
     span: Span,
     broken: Broken,
     ended: bool,
@@ -124,6 +130,7 @@ pub(crate) struct Parts {
     pub(crate) companion: Arc<dyn Companion>,
     pub(crate) serve: ServeOptions,
     pub(crate) clock: Clock,
+    pub(crate) meter: Meter,
     pub(crate) broken: Broken,
 }
 
@@ -136,6 +143,7 @@ impl Completer {
             companion: parts.companion,
             serve: parts.serve,
             clock: parts.clock,
+            meter: parts.meter,
             span: Span::none(),
             broken: parts.broken,
             ended: false,
@@ -163,7 +171,7 @@ impl Completer {
     /// One move of a simulation in which the job dies half-way.
     pub fn step_and_die(&mut self) -> bool {
         match self.inbox.try_recv() {
-            Ok(Message::Complete { missed }) => {
+            Ok(Message::Complete { missed, .. }) => {
                 self.answer(missed.stop, || panic!("a test killed the job"));
                 true
             }
@@ -183,10 +191,11 @@ impl Completer {
 
     fn handle(&mut self, message: Message) {
         match message {
-            Message::Complete { missed } => {
+            Message::Complete { missed, read_at } => {
                 let (companion, uploads_max) = (self.companion.clone(), self.serve.uploads_max);
                 let costs = self.serve.costs;
                 let begun = self.clock.now();
+                self.meter.note(Lap::Handover, begun.saturating_sub(read_at));
                 let wanted = missed.by_expert();
                 let rows: Vec<usize> = wanted.iter().map(|(_, at)| at.len()).collect();
                 let uploads: Vec<_> = split(&rows, uploads_max, costs).into_iter().map(|i| wanted[i].0).collect();
@@ -197,10 +206,13 @@ impl Completer {
                     uploads = uploads.len(), rows = missed.rows.len()
                 )
                 .entered();
+                let (clock, meter) = (self.clock.clone(), self.meter.clone());
                 self.answer(missed.stop, || {
                     let made = companion.complete(&missed, &uploads);
                     let uploads = uploads.iter().map(|e| Arc::new(companion.payload(missed.layer, *e))).collect();
-                    Answer::Completed { stop: missed.stop, made, computed, uploads }
+                    let done = clock.now();
+                    meter.note(Lap::Complete, done.saturating_sub(begun));
+                    Answer::Completed { stop: missed.stop, made, computed, uploads, times: [read_at, done] }
                 });
                 self.learn(computed, rows.iter().sum(), self.clock.now() - begun, uploads_max > 0);
             }
@@ -264,6 +276,7 @@ mod tests {
             companion: Arc::new(Script::default().model()),
             serve: ServeOptions { uploads_max, costs },
             clock: Clock::simulated(),
+            meter: Meter::default(),
             broken: Broken::No,
         });
         (handle, completer, answers)
@@ -272,7 +285,7 @@ mod tests {
     #[test]
     fn every_missing_pick_gets_its_output() {
         let (handle, mut completer, answers) = alone(0);
-        handle.complete(missed(1));
+        handle.complete(missed(1), Duration::ZERO);
         assert!(completer.step());
         let Ok(Answer::Completed { made, computed, uploads, .. }) = answers.try_recv() else { panic!() };
         assert_eq!((made.at, computed, uploads.len()), (vec![0, 1, 2], 2, 0));
@@ -281,7 +294,7 @@ mod tests {
     #[test]
     fn what_is_cheaper_to_upload_is_left_to_the_device() {
         let (handle, mut completer, answers) = alone(1);
-        handle.complete(missed(1));
+        handle.complete(missed(1), Duration::ZERO);
         assert!(completer.step());
         let Ok(Answer::Completed { made, computed, uploads, .. }) = answers.try_recv() else { panic!() };
         assert_eq!((made.at, computed), (vec![0], 1));
@@ -291,8 +304,8 @@ mod tests {
     #[test]
     fn a_job_that_dies_is_answered_and_the_next_one_works() {
         let (handle, mut completer, answers) = alone(0);
-        handle.complete(missed(1));
-        handle.complete(missed(2));
+        handle.complete(missed(1), Duration::ZERO);
+        handle.complete(missed(2), Duration::ZERO);
         let quiet = std::panic::take_hook();
         std::panic::set_hook(Box::new(|_| {}));
         assert!(completer.step_and_die());

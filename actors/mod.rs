@@ -37,6 +37,7 @@ pub mod completer;
 pub mod drafts;
 pub mod encoder;
 pub mod loader;
+pub mod meter;
 pub mod payload;
 pub mod readback;
 pub mod session;
@@ -52,6 +53,7 @@ use crossbeam_channel::{Sender, bounded, never};
 use clock::Clock;
 use completer::ServeOptions;
 use drafts::Drafter;
+use meter::Meter;
 use payload::Fetch;
 use session::SESSIONS_MAX;
 use submitter::Fallback;
@@ -146,6 +148,7 @@ impl Graph {
         let facts = device.facts().clone();
         let (queue, landings) = device.split();
         let broken = options.submitter.broken;
+        let meter = Meter::default();
         let serve = ServeOptions {
             uploads_max: if facts.spare_place { options.serve.uploads_max.min(facts.upload_staging) } else { 0 },
             ..options.serve
@@ -158,6 +161,7 @@ impl Graph {
             companion: companion.clone(),
             serve,
             clock: clock.clone(),
+            meter: meter.clone(),
             broken,
         });
         let (facts_sender, facts_inbox) = bounded(readback::facts_bound(STAGING_MAX, STAGING_MAX));
@@ -169,6 +173,7 @@ impl Graph {
             facts: facts_sender,
             completer: completer_handle.clone(),
             clock: clock.clone(),
+            meter: meter.clone(),
             broken,
         });
         let (mut admits, mut admission_handle, mut admission) = (never(), None, None);
@@ -204,6 +209,7 @@ impl Graph {
             admission: admission_handle,
             drafts: drafts_handle,
             clock,
+            meter,
         });
         Self { handle, submitter, readback, completer, admission, drafts: drafts_actor }
     }

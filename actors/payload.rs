@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crossbeam_channel::Sender;
 
+use super::meter::LapTimes;
 use crate::device::{DeviceError, Payload, Seed};
 use crate::ids::{BlockIx, ExpertIx, LayerIx, PlaceIx, Position, TokenId};
 
@@ -208,6 +209,8 @@ pub struct Counters {
     pub device_busy: Duration,
     /// Promises of our own that were broken (`invariants.rs`); 0, or a bug.
     pub violations: u64,
+    /// Where the time of flights and of missing experts went.
+    pub laps: Vec<LapTimes>,
 }
 
 /// Messages that wait in the channels of a graph. Every channel is bounded where it is made.

@@ -18,6 +18,7 @@ use tracing::{Span, debug_span, trace, trace_span};
 
 use super::clock::Clock;
 use super::completer;
+use super::meter::{Meter, Lap};
 use crate::check;
 use crate::device::{DeviceError, Landing, Landings, Record, Seed, Stop, UNLANDED_MAX, UploadStaging, Wait};
 use crate::ids::FlightId;
@@ -31,6 +32,8 @@ pub enum Message {
         wait: Wait,
         /// The flight whose landing or peek it is; the flight before an upload or a read.
         flight: FlightId,
+        /// When it was queued.
+        queued: Duration,
     },
     /// The device is lost and this is the next one's half. What is still awaited of the old one is given up; exactly one
     /// [`Fact::Lost`] was or is sent for it.
@@ -120,8 +123,8 @@ impl Handle {
     /// # Errors
     ///
     /// When readback has ended.
-    pub fn awaits(&self, wait: Wait, flight: FlightId) -> Result<(), Gone> {
-        self.send(Message::Await { wait, flight })
+    pub fn awaits(&self, wait: Wait, flight: FlightId, queued: Duration) -> Result<(), Gone> {
+        self.send(Message::Await { wait, flight, queued })
     }
 
     /// What it is still to wait for.
@@ -178,6 +181,7 @@ pub struct Readback {
     /// By slot: early and late report are one stop.
     sent: Vec<Option<Stop>>,
     clock: Clock,
+    meter: Meter,
     span: Span,
     broken: Broken,
     ended: bool,
@@ -187,6 +191,7 @@ pub struct Readback {
 struct Awaited {
     wait: Wait,
     flight: FlightId,
+    queued: Duration,
     since: Duration,
 }
 
@@ -199,6 +204,7 @@ pub(crate) struct Parts {
     pub(crate) facts: Sender<Fact>,
     pub(crate) completer: completer::Handle,
     pub(crate) clock: Clock,
+    pub(crate) meter: Meter,
     pub(crate) broken: Broken,
 }
 
@@ -214,6 +220,7 @@ impl Readback {
             completer: parts.completer,
             sent: vec![None; parts.slots],
             clock: parts.clock,
+            meter: parts.meter,
             span: Span::none(),
             broken: parts.broken,
             ended: false,
@@ -275,9 +282,9 @@ impl Readback {
 
     fn handle(&mut self, message: Message) {
         match message {
-            Message::Await { wait, flight } => {
+            Message::Await { wait, flight, queued } => {
                 if self.landings.is_some() {
-                    self.awaited = Some(Awaited { wait, flight, since: self.clock.now() });
+                    self.awaited = Some(Awaited { wait, flight, queued, since: self.clock.now() });
                 }
             }
             Message::Switch { landings, deadline } => {
@@ -300,7 +307,7 @@ impl Readback {
     }
 
     fn waited(&mut self, awaited: Awaited, result: Result<Landing, DeviceError>) {
-        let Awaited { wait, flight, since } = awaited;
+        let Awaited { wait, flight, queued, since } = awaited;
         self.awaited = None;
         let landing = match result {
             Ok(landing) => landing,
@@ -311,18 +318,21 @@ impl Readback {
             (wait, Landing::State(state)) => self.tell(Fact::Read { wait, what: ReadResult::State(state) }),
             (wait, Landing::Logits(logits)) => self.tell(Fact::Read { wait, what: ReadResult::Logits(logits) }),
             (wait, Landing::Record(record)) => {
+                let read_at = self.clock.now();
+                let lap = if matches!(wait, Wait::Peek(_)) { Lap::Peek } else { Lap::Flight };
+                self.meter.note(lap, read_at.saturating_sub(queued));
                 let _span = trace_span!(
                     target: "riparian::readback", parent: &self.span, "land", flight = flight.0,
-                    waited_us = (self.clock.now() - since).as_micros() as u64
+                    waited_us = (read_at - since).as_micros() as u64
                 )
                 .entered();
-                self.landed(wait, flight, record);
+                self.landed(wait, flight, record, read_at);
             }
             (wait, Landing::Uploaded) => check!(Flights, false, "an upload landed at {wait:?}"),
         }
     }
 
-    fn landed(&mut self, wait: Wait, flight: FlightId, record: Box<Record>) {
+    fn landed(&mut self, wait: Wait, flight: FlightId, record: Box<Record>, read_at: Duration) {
         check!(Flights, record.flight == flight, "{:?} lay where {flight:?} was to land", record.flight);
         if let Some(missed) = &record.missed {
             let stop = missed.stop;
@@ -340,7 +350,7 @@ impl Readback {
                     layer = %missed.layer, rows = missed.rows.len()
                 )
                 .entered();
-                self.completer.complete(missed.clone());
+                self.completer.complete(missed.clone(), read_at);
                 self.tell(Fact::Missed { stop, experts });
             }
         }
@@ -408,6 +418,7 @@ mod tests {
             companion: Arc::new(Helper),
             serve: completer::ServeOptions { uploads_max: 0, costs },
             clock: clock.clone(),
+            meter: Meter::default(),
             broken: Broken::No,
         });
         let (sender, facts) = bounded(facts_bound(4, 1));
@@ -419,6 +430,7 @@ mod tests {
             facts: sender,
             completer: completer_handle,
             clock: clock.clone(),
+            meter: Meter::default(),
             broken: Broken::No,
         });
         Alone { board, handle, readback, facts, completer, clock }
@@ -442,7 +454,7 @@ mod tests {
     impl Alone {
         fn land(&mut self, wait: Wait, flight: u64, missed: Option<Arc<Missed>>) {
             self.board.own(wait);
-            self.handle.awaits(wait, FlightId(flight)).unwrap();
+            self.handle.awaits(wait, FlightId(flight), Duration::ZERO).unwrap();
             while self.readback.step() {}
             let stop = missed.as_ref().map(|missed| missed.stop);
             let out = Out { flight: FlightId(flight), ..Out::default() };
@@ -486,7 +498,7 @@ mod tests {
         let mut alone = alone(None);
         for staging in 0..3 {
             alone.board.own(Wait::Land(Staging(staging)));
-            alone.handle.awaits(Wait::Land(Staging(staging)), FlightId(1)).unwrap();
+            alone.handle.awaits(Wait::Land(Staging(staging)), FlightId(1), Duration::ZERO).unwrap();
         }
         alone.board.lose("gone");
         while alone.readback.step() {}
@@ -511,7 +523,7 @@ mod tests {
     fn what_never_lands_is_a_loss_at_its_deadline() {
         let mut alone = alone(Some(Duration::from_secs(1)));
         alone.board.own(Wait::Land(Staging(0)));
-        alone.handle.awaits(Wait::Land(Staging(0)), FlightId(1)).unwrap();
+        alone.handle.awaits(Wait::Land(Staging(0)), FlightId(1), Duration::ZERO).unwrap();
         while alone.readback.step() {}
         assert!(alone.facts().is_empty());
         alone.clock.advance(Duration::from_secs(2));

@@ -24,6 +24,7 @@ use super::admission::{self, Observed};
 use super::clock::Clock;
 use super::completer::{self, Answer};
 use super::drafts::{self, Advice};
+use super::meter::{Lap, Meter};
 use super::payload::{
     Admit, Counters, Event, FinishReason, Finished, Queues, SessionError, SessionOptions, SessionStats, Token,
 };
@@ -166,7 +167,12 @@ pub struct Options {
 
 /// What a known stop is cured with.
 enum Cure {
-    Resume { made: Completions, uploads: Vec<Arc<Payload>> },
+    Resume {
+        made: Completions,
+        uploads: Vec<Arc<Payload>>,
+        /// When the miss was read, and when the answer was taken.
+        times: [Duration; 2],
+    },
     Rollback,
 }
 
@@ -356,6 +362,7 @@ pub struct Submitter {
     last_landed: Duration,
     counters: Counters,
     clock: Clock,
+    meter: Meter,
     ended: bool,
 }
 
@@ -372,6 +379,7 @@ pub(crate) struct Parts {
     pub(crate) admission: Option<admission::Handle>,
     pub(crate) drafts: Option<drafts::Handle>,
     pub(crate) clock: Clock,
+    pub(crate) meter: Meter,
 }
 
 fn slots_from(facts: &Facts, turn: Turn) -> Vec<Slot> {
@@ -414,6 +422,7 @@ impl Submitter {
             last_landed: Duration::ZERO,
             counters: Counters::default(),
             clock: parts.clock,
+            meter: parts.meter,
             ended: false,
         }
     }
@@ -481,6 +490,7 @@ impl Submitter {
             flights_unlanded: self.flights.len() as u64,
             queues: self.queues(),
             violations: violations(),
+            laps: self.meter.times(),
             ..self.counters.clone()
         }
     }
@@ -774,7 +784,8 @@ impl Submitter {
         if let Some(id) = self.current(stop) {
             self.know(id, stop);
             if self.options.broken.is(Broken::ClearOnMissed) {
-                let cure = Cure::Resume { made: Completions::default(), uploads: Vec::new() };
+                let times = [self.clock.now(); 2];
+                let cure = Cure::Resume { made: Completions::default(), uploads: Vec::new(), times };
                 self.sessions.get_mut(&id).expect("current").cure = Some((stop, cure));
             }
         }
@@ -826,18 +837,20 @@ impl Submitter {
             return;
         }
         self.slots[stop.slot.index()].jobs -= 1;
-        if let Answer::Completed { computed, uploads, .. } = &answer {
+        let taken = self.clock.now();
+        if let Answer::Completed { computed, uploads, times: [_, done], .. } = &answer {
+            self.meter.note(Lap::Answer, taken.saturating_sub(*done));
             self.counters.completed += *computed as u64;
             self.counters.served_by_upload += uploads.len() as u64;
             self.count();
         }
         let owner = self.slots[stop.slot.index()].owner;
         match (self.current(stop), answer) {
-            (Some(id), Answer::Completed { made, computed, uploads, .. }) => {
+            (Some(id), Answer::Completed { made, computed, uploads, times: [read_at, _], .. }) => {
                 self.know(id, stop);
                 let session = self.sessions.get_mut(&id).expect("current");
                 session.stats.completed += computed;
-                session.cure = Some((stop, Cure::Resume { made, uploads }));
+                session.cure = Some((stop, Cure::Resume { made, uploads, times: [read_at, taken] }));
             }
             (Some(id), Answer::Failed { why, .. }) => {
                 let error = SessionError::Completion { layer: stop.point.layer, why };
@@ -1043,6 +1056,7 @@ impl Submitter {
 
     fn admit(&mut self, admit: Admit) {
         let Some(admission) = self.admission.clone() else { return };
+        let begun = self.clock.now();
         let well = self.health == Health::Well;
         let Some(staging) = (if well { self.upload_staging.take() } else { None }) else {
             self.counters.admissions_refused += 1;
@@ -1064,6 +1078,7 @@ impl Submitter {
         let item = Item::Upload { layer, place, payload: admit.payload.clone(), staging };
         admission.tell(admission::Message::Placed(admit));
         self.append(vec![item], &[Wait::Upload(staging)]);
+        self.meter.note(Lap::Admit, self.clock.now().saturating_sub(begun));
     }
 
     // ------------------------------------------------------------------ loss
@@ -1290,6 +1305,10 @@ impl Submitter {
         let to = Point { batch: from.batch + horizon.batches, layer: horizon.layer, phase };
         let (mut items, mut waits) = (Vec::new(), Vec::new());
         let cure = session.cure.take();
+        let cured = match &cure {
+            Some((_, Cure::Resume { times, .. })) => Some(*times),
+            _ => None,
+        };
         if cure.is_some() {
             session.known = None;
         }
@@ -1357,6 +1376,11 @@ impl Submitter {
         items.push(Item::Run(Run { stamp, from, to, work, limit, peeks }));
         items.push(Item::Land { stamp, staging: landing });
         self.append(items, &waits);
+        if let Some([read_at, taken]) = cured {
+            let now = self.clock.now();
+            self.meter.note(Lap::Cure, now.saturating_sub(taken));
+            self.meter.note(Lap::Stop, now.saturating_sub(read_at));
+        }
         true
     }
 
@@ -1426,7 +1450,7 @@ impl Submitter {
     /// Rule 3: the cure and its continuation are one append; `stamp` carries the turn it begins.
     fn cure(&mut self, stop: Stop, cure: Cure, stamp: Stamp, items: &mut Vec<Item>, waits: &mut Vec<Wait>) {
         let turn = stamp.turn;
-        let Cure::Resume { made, uploads } = cure else {
+        let Cure::Resume { made, uploads, .. } = cure else {
             let _span = debug_span!(
                 target: "riparian::submitter", "rollback", flight = stamp.flight.0, rounds = 1_u64, on_device = false
             )
@@ -1462,12 +1486,17 @@ impl Submitter {
         if self.health != Health::Well {
             return;
         }
-        if let Err(error) = self.queue.append(items) {
+        let begun = self.clock.now();
+        let appended = debug_span!(target: "riparian::submitter", "append", items = items.len())
+            .in_scope(|| self.queue.append(items));
+        if let Err(error) = appended {
             return self.lost(error, false);
         }
+        let queued = self.clock.now();
+        self.meter.note(Lap::Append, queued.saturating_sub(begun));
         let flight = FlightId(self.next_flight.0 - 1);
         for wait in waits {
-            if self.readback.awaits(*wait, flight).is_err() {
+            if self.readback.awaits(*wait, flight, queued).is_err() {
                 return self.died("readback");
             }
         }

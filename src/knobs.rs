@@ -272,7 +272,7 @@ knobs! {
     bank_rep: Option<u32> = None,
         "CMF_NEMO_BANK_REP", "1 to 8", default "chosen per device",
         |v: &str| within(v, 1, 8).map(Some), show_option;
-    /// `1`: a summary of encode, wait and completion times per flight. Not heeded yet: a warning says so.
+    /// `1`: a summary of encode, wait and completion times per flight, on stderr at the end.
     prof: bool = false,
         "CMF_NEMO_PROF", "0 or 1", default "0", switch, show_switch;
     /// `1`: device timestamps per dispatch class. Not heeded yet: a warning says so.

@@ -126,7 +126,7 @@ impl Bench {
                     }
                     lines.push(line);
                 }
-                runtime.shutdown().await;
+                super::end(runtime, &setting.knobs, terminal).await;
             }
             if let Some(recorder) = recorder {
                 recorder.finish()?;

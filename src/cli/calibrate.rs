@@ -116,7 +116,7 @@ impl Calibrate {
                 )
             };
             terminal.line(line).map_err(anyhow::Error::from)?;
-            runtime.shutdown().await;
+            super::end(runtime, &heeded, terminal).await;
             Ok(SUCCESS)
         })?
     }

@@ -96,7 +96,7 @@ impl Generate {
                 recorder.record(tokens.prompt_rows(), tokens.ids())?;
                 recorder.finish()?;
             }
-            runtime.shutdown().await;
+            super::end(runtime, &heeded, terminal).await;
             match ended.error {
                 Some(error) => Err(error.into()),
                 None if interrupt.fired() => Ok(INTERRUPTED),

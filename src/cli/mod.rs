@@ -288,6 +288,28 @@ async fn load(path: &Path, knobs: Knobs, terminal: &Terminal) -> Result<Runtime,
     built.map_err(|error| Failure::from(error).about(path))
 }
 
+/// Stops a runtime, and tells where its time went if `CMF_NEMO_PROF` asks for it.
+async fn end(runtime: Runtime, knobs: &Knobs, terminal: &Terminal) {
+    if knobs.prof
+        && let Ok(counters) = runtime.counters().await
+    {
+        terminal.note(format!(
+            "{} flights, {} overtaken; {} stops for {} of {} experts, {} completed, {} uploaded; {} admitted, {} refused",
+            counters.flights,
+            counters.overtaken,
+            counters.misses,
+            counters.missed_experts,
+            counters.routed,
+            counters.completed,
+            counters.served_by_upload,
+            counters.admitted,
+            counters.admissions_refused
+        ));
+        counters.laps.iter().for_each(|lap| terminal.note(lap));
+    }
+    runtime.shutdown().await;
+}
+
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     let kinds = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
     kinds.map(io::Error::kind).any(|kind| kind == io::ErrorKind::BrokenPipe)

@@ -110,7 +110,7 @@ impl Transcribe {
             if let Some(recorder) = recorder {
                 recorder.finish()?;
             }
-            runtime.shutdown().await;
+            super::end(runtime, &heeded, terminal).await;
             Ok(code)
         })?
     }

@@ -147,3 +147,24 @@ fn word_times_are_ordered_and_inside_the_recording() {
     let page = finish(program().arg("transcribe").arg(model()).arg(&wav).arg("--timestamps")).ok().stdout;
     assert_eq!(page.lines().count(), 1 + words.len(), "{page}");
 }
+
+#[test]
+fn a_summary_of_times_is_told_where_it_is_asked_for() {
+    let (wav, _) = demo().into_iter().next().unwrap();
+    let told = |knobs: &[&str]| {
+        let flags = ["--expert-gb", "0.000001", "--no-drafts"];
+        let ran = finish(program().arg("transcribe").arg(model()).arg(&wav).args(flags).args(knobs)).ok();
+        assert!(!ran.stderr.contains("no effect"), "{}", ran.stderr);
+        ran.stderr
+    };
+    assert_eq!(told(&[]), "");
+    let told = told(&["--knob", "prof=1"]);
+    for lap in ["append", "flight", "handover", "complete", "answer", "cure", "stop"] {
+        let line = told.lines().find(|line| line.starts_with(lap)).unwrap_or_else(|| panic!("no {lap}: {told}"));
+        let number = |unit: &str| -> f64 {
+            let before = line.split(unit).next().unwrap();
+            before.split_whitespace().last().unwrap().parse().unwrap()
+        };
+        assert!(number(" times") > 0.0 && number(" ms") > 0.0, "{line}");
+    }
+}

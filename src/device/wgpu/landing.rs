@@ -173,6 +173,7 @@ impl Shared {
             MAPPED => {
                 let waiting = pending[staging].take().expect("seen above");
                 drop(pending);
+                let _span = tracing::trace_span!(target: "riparian::wgpu", "parse").entered();
                 let landing = {
                     let view =
                         (waiting.buffer.get_mapped_range(..)).map_err(|e| DeviceError::Lost { why: e.to_string() })?;

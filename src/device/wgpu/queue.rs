@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tracing::trace_span;
+
 use super::super::params::{Control, Flight};
 use super::core::Core;
 use super::decode::RING;
@@ -72,6 +74,7 @@ impl GpuQueue {
     }
 
     pub(super) fn submit(&mut self) -> wgpu::SubmissionIndex {
+        let _span = trace_span!(target: "riparian::wgpu", "submit", buffers = self.ready.len()).entered();
         self.core.context.queue.submit(self.ready.drain(..))
     }
 
@@ -85,6 +88,7 @@ impl GpuQueue {
     /// Writes a slot's buffer after everything before it.
     pub(super) fn write(&mut self, slot: SlotIx, name: Name, offset: u64, bytes: &[u8]) {
         self.submit_ready();
+        let _span = trace_span!(target: "riparian::wgpu", "write", bytes = bytes.len()).entered();
         let to = self.core.slots[slot.index()].slot.buffer(name);
         self.core.context.queue.write_buffer(to, offset, bytes);
     }
@@ -275,6 +279,7 @@ impl GpuQueue {
 
     /// Encodes the run's batches from its first point to its last. `row` is the given row that a batch begins with.
     fn batches(&mut self, run: &Run, row: Option<usize>) {
+        let _span = trace_span!(target: "riparian::wgpu", "encode").entered();
         let layers = self.core.weights.banks.len();
         let end = 3 * layers + 1;
         let mut peeks = run.peeks.iter().peekable();
@@ -309,6 +314,7 @@ impl GpuQueue {
     }
 
     fn land(&mut self, stamp: Stamp, staging: usize) {
+        let _span = trace_span!(target: "riparian::wgpu", "copy").entered();
         let mut encoder = self.encoder();
         let slot = &self.core.slots[stamp.slot.index()].slot;
         let to = self.shared.record(staging).clone();
