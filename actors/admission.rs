@@ -4,17 +4,19 @@
 //! - **Takes** routing counts and misses from the submitter, experts' bytes from the loader.
 //! - **Gives** [`Fetch`] to the loader, [`Admit`] to the submitter. An `Admit` that finds the channel full is dropped,
 //!   counted and undone in the table.
-//! - **May block on** nothing but its inbox.
+//! - **May block on** laying an expert out for the device, so that the submitter need not.
 //! - **Stops** on shutdown, or when the submitter is gone.
 //!
-//! Never does: read weights, touch the device, or hold up a flight.
+//! Never does: read weights from the file, queue anything, or hold up a flight.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use crossbeam_channel::{Receiver, Sender, bounded, select};
 use tracing::{Span, debug, debug_span};
 
 use super::payload::{Admit, FETCHES_MAX, Fetch, Fetched};
+use crate::device::Stager;
 use crate::ids::{ExpertIx, LayerIx};
 use crate::policy::admission::{Admission as Policy, AdmissionOptions, Move};
 
@@ -81,6 +83,8 @@ pub struct Admission {
     fetched_sender: Sender<Fetched>,
     fetches: Sender<Fetch>,
     admits: Sender<Admit>,
+    /// For devices that keep experts otherwise than the file.
+    stager: Option<Arc<dyn Stager>>,
     /// Moves under way, by what moves; with who had the place.
     moving: HashMap<(LayerIx, ExpertIx), (Move, Option<ExpertIx>)>,
     /// `Admit`s that found the channel full, and bytes that could not be had.
@@ -96,6 +100,7 @@ pub(crate) struct Parts {
     pub(crate) experts: usize,
     pub(crate) fetches: Sender<Fetch>,
     pub(crate) admits: Sender<Admit>,
+    pub(crate) stager: Option<Arc<dyn Stager>>,
 }
 
 impl Admission {
@@ -113,6 +118,7 @@ impl Admission {
             fetched_sender,
             fetches: parts.fetches,
             admits: parts.admits,
+            stager: parts.stager,
             moving: HashMap::new(),
             refused: 0,
             span: Span::none(),
@@ -197,7 +203,11 @@ impl Admission {
             layer = %found.layer, expert = %found.expert, place = %found.place
         );
         let _span = span.clone().entered();
-        let sent = match fetched.payload {
+        let payload = fetched.payload.and_then(|payload| match &self.stager {
+            Some(stager) => stager.stage(payload).map_err(|error| error.to_string()),
+            None => Ok(payload),
+        });
+        let sent = match payload {
             Ok(payload) => {
                 let admit = Admit { place: found.place, payload };
                 span.record("flow_start", admit.flow());
@@ -228,7 +238,6 @@ mod tests {
     use super::*;
     use crate::device::Payload;
     use crate::policy::admission::Policy as Rule;
-    use std::sync::Arc;
 
     fn alone() -> (Handle, Admission, Receiver<Fetch>, Receiver<Admit>) {
         let (fetches, fetched) = bounded(FETCHES_MAX);
@@ -236,7 +245,7 @@ mod tests {
         let options =
             AdmissionOptions { policy: Rule::Baseline, positions_per_upload: 1, ..AdmissionOptions::default() };
         let residents = vec![vec![Some(ExpertIx(0)), Some(ExpertIx(1))]];
-        let (handle, admission) = Admission::new(Parts { options, residents, experts: 6, fetches, admits });
+        let (handle, admission) = Admission::new(Parts { options, residents, experts: 6, fetches, admits, stager: None });
         (handle, admission, fetched, admitted)
     }
 

@@ -146,6 +146,7 @@ impl Graph {
     pub fn assemble(setup: Setup) -> Self {
         let Setup { device, companion, fallback, fetches, drafter, options, clock } = setup;
         let facts = device.facts().clone();
+        let stager = device.stager();
         let (queue, landings) = device.split();
         let broken = options.submitter.broken;
         let meter = Meter::default();
@@ -185,6 +186,7 @@ impl Graph {
                 experts: facts.experts,
                 fetches,
                 admits: sender,
+                stager,
             });
             (admits, admission_handle, admission) = (inbox, Some(handle), Some(actor));
         }

@@ -35,6 +35,7 @@ pub(crate) mod worker;
 
 pub(crate) use worker::panic_text;
 
+use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -50,6 +51,11 @@ use crate::model::state::SequenceState;
 pub trait Device: Send {
     /// What the actors need to know of it; does not change while it lives.
     fn facts(&self) -> &Facts;
+
+    /// Lays experts out ahead of their upload, where that saves the queue time.
+    fn stager(&self) -> Option<Arc<dyn Stager>> {
+        None
+    }
 
     /// The two halves.
     fn split(self: Box<Self>) -> Halves;
@@ -68,6 +74,16 @@ pub trait Queue: Send {
     ///
     /// [`DeviceError::Lost`]: nothing more will land. Other errors are final for the device too.
     fn append(&mut self, items: Vec<Item>) -> Result<(), DeviceError>;
+}
+
+/// Lays experts out as a device keeps them, in memory that it copies from. Any thread may.
+pub trait Stager: Send + Sync {
+    /// The payload with what the device copies from ([`Payload::staged`]).
+    ///
+    /// # Errors
+    ///
+    /// [`DeviceError`]: changed bytes, no memory, a lost device.
+    fn stage(&self, payload: Arc<Payload>) -> Result<Arc<Payload>, DeviceError>;
 }
 
 /// Readback's half.
@@ -445,7 +461,7 @@ pub struct Pass {
 }
 
 /// One expert on its way to the device.
-#[derive(Clone, PartialEq)]
+#[derive(Clone)]
 pub struct Payload {
     /// The layer.
     pub layer: LayerIx,
@@ -455,6 +471,8 @@ pub struct Payload {
     pub bytes: Vec<u8>,
     /// [`Payload::sum_of`] of the bytes when they were read: what arrives must be what left.
     pub sum: u64,
+    /// What a [`Stager`] made of it; the bytes were compared with the sum before.
+    pub staged: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Payload {
@@ -462,7 +480,7 @@ impl Payload {
     #[must_use]
     pub fn new(layer: LayerIx, expert: ExpertIx, bytes: Vec<u8>) -> Self {
         let sum = Self::sum_of(&bytes);
-        Self { layer, expert, bytes, sum }
+        Self { layer, expert, bytes, sum, staged: None }
     }
 
     /// A quick sum over 64-bit words that sees swapped and changed bytes. Not cryptographic.

@@ -10,7 +10,7 @@ use riparian::actors::Running;
 use riparian::device::host::HostCompanion;
 use riparian::device::wgpu::{Gpu, Setup, find};
 use riparian::device::{
-    Companion, Device, DeviceKind, Item, Landing, Landings, Pass, Phase, Point, Queue, Record, Run, Staging, Stamp,
+    Companion, Device, DeviceKind, Item, Landing, Landings, Pass, Phase, Point, Queue, Record, Run, Stager, Staging, Stamp,
     StopKind, UploadStaging, Wait, Work,
 };
 use riparian::host::{Decoder, HostSequence};
@@ -149,6 +149,8 @@ struct Bare {
     queue: Box<dyn Queue>,
     landings: Box<dyn Landings>,
     companion: HostCompanion,
+    /// Absent where nothing can miss.
+    stager: Option<Arc<dyn Stager>>,
     flight: u64,
     turn: u32,
     missed: usize,
@@ -162,13 +164,15 @@ impl Bare {
     const SLOT: SlotIx = SlotIx(0);
 
     fn new(decoder: &Arc<Decoder>, places: usize) -> Self {
-        let (mut queue, landings) = Box::new(open(decoder, places)).split();
+        let device = Box::new(open(decoder, places));
+        let stager = device.stager();
+        let (mut queue, landings) = device.split();
         let start =
             Item::Start { slot: Self::SLOT, turn: Turn(1), session: SessionId(1), eos: Arc::new([]), seed: None };
         queue.append(vec![start]).unwrap();
         let companion = HostCompanion::new(decoder.clone());
         let peeks = decoder.geometry().moe.is_some_and(|moe| places < moe.experts);
-        Self { queue, landings, companion, flight: 0, turn: 1, missed: 0, peeks, whole: 0 }
+        Self { queue, landings, companion, stager, flight: 0, turn: 1, missed: 0, peeks, whole: 0 }
     }
 
     fn stamp(&mut self) -> Stamp {
@@ -229,7 +233,11 @@ impl Bare {
             for (i, expert) in leave.into_iter().enumerate() {
                 let (layer, place) = (missed.layer, PlaceIx(0));
                 let staging = UploadStaging((i % 8) as u16);
-                let payload = Arc::new(self.companion.payload(layer, expert));
+                let mut payload = Arc::new(self.companion.payload(layer, expert));
+                // laid out ahead of its upload or within it
+                if i % 2 == 0 {
+                    payload = self.stager.as_ref().expect("a partial bank").stage(payload).unwrap();
+                }
                 before.push(Item::Upload { layer, place, payload, staging });
                 let stamp = Stamp { turn, ..stamp };
                 before.push(Item::Fill { stamp, layer, place, expert });

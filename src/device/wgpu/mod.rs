@@ -19,6 +19,7 @@ pub mod pipelines;
 pub mod prefill;
 pub mod queue;
 pub mod slot;
+pub mod staged;
 pub mod upload;
 pub mod weights;
 
@@ -27,7 +28,7 @@ use std::sync::Arc;
 pub use adapter::{Context, find, list};
 pub use core::Setup;
 
-use super::{Device, DeviceError, DeviceKind, DraftAbility, Facts, Landings, Queue, UNLANDED_MAX};
+use super::{Device, DeviceError, DeviceKind, DraftAbility, Facts, Landings, Queue, Stager, UNLANDED_MAX};
 use crate::ids::ExpertIx;
 use crate::model::geometry::Geometry;
 use crate::model::weights::DecoderWeights;
@@ -123,6 +124,10 @@ impl Gpu {
 impl Device for Gpu {
     fn facts(&self) -> &Facts {
         &self.facts
+    }
+
+    fn stager(&self) -> Option<Arc<dyn Stager>> {
+        self.queue.core().mend.as_ref().map(|_| Arc::new(staged::GpuStager::new(self.queue.core())) as _)
     }
 
     fn split(self: Box<Self>) -> (Box<dyn Queue>, Box<dyn Landings>) {

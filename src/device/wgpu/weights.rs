@@ -111,19 +111,32 @@ impl Bank {
     ///
     /// [`DeviceError::Unfit`] where its length is another expert's.
     pub fn expert_of(&self, expert: ExpertIx, bytes: &[u8]) -> Result<MlpWeights, DeviceError> {
-        let mut rest = bytes;
-        let mut next = |name: &str, (codec, shape): (Codec, [usize; 2])| {
-            let len = codec.payload_len(shape[0], shape[1]).filter(|len| *len <= rest.len());
-            let Some(len) = len else {
-                return Err(DeviceError::Unfit { why: format!("{} bytes for {expert:?}", bytes.len()) });
-            };
-            let (own, more) = rest.split_at(len);
-            rest = more;
-            Ok(Matrix::from_payload(name, codec, shape, own.to_vec()))
-        };
-        let [up, down] = self.shapes[expert.index()];
-        Ok(MlpWeights { up: next("up", up)?, down: next("down", down)? })
+        expert_in(&self.shapes, expert, bytes)
     }
+}
+
+/// The expert that a payload of the file holds, in a layer whose experts are of these shapes.
+///
+/// # Errors
+///
+/// [`DeviceError::Unfit`] where its length is another expert's.
+pub fn expert_in(
+    shapes: &[[(Codec, [usize; 2]); 2]],
+    expert: ExpertIx,
+    bytes: &[u8],
+) -> Result<MlpWeights, DeviceError> {
+    let mut rest = bytes;
+    let mut next = |name: &str, (codec, shape): (Codec, [usize; 2])| {
+        let len = codec.payload_len(shape[0], shape[1]).filter(|len| *len <= rest.len());
+        let Some(len) = len else {
+            return Err(DeviceError::Unfit { why: format!("{} bytes for {expert:?}", bytes.len()) });
+        };
+        let (own, more) = rest.split_at(len);
+        rest = more;
+        Ok(Matrix::from_payload(name, codec, shape, own.to_vec()))
+    };
+    let [up, down] = shapes[expert.index()];
+    Ok(MlpWeights { up: next("up", up)?, down: next("down", down)? })
 }
 
 /// Rows of the head or the embedding that one binding holds.
