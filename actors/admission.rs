@@ -245,7 +245,8 @@ mod tests {
         let options =
             AdmissionOptions { policy: Rule::Baseline, positions_per_upload: 1, ..AdmissionOptions::default() };
         let residents = vec![vec![Some(ExpertIx(0)), Some(ExpertIx(1))]];
-        let (handle, admission) = Admission::new(Parts { options, residents, experts: 6, fetches, admits, stager: None });
+        let (handle, admission) =
+            Admission::new(Parts { options, residents, experts: 6, fetches, admits, stager: None });
         (handle, admission, fetched, admitted)
     }
 

@@ -16,7 +16,7 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use tracing::{Span, debug_span};
 
 use super::clock::Clock;
-use super::meter::{Meter, Lap};
+use super::meter::{Lap, Meter};
 use crate::check;
 use crate::device::{Companion, Completions, Missed, Payload, Stop};
 use crate::invariants::Broken;

@@ -18,7 +18,7 @@ use tracing::{Span, debug_span, trace, trace_span};
 
 use super::clock::Clock;
 use super::completer;
-use super::meter::{Meter, Lap};
+use super::meter::{Lap, Meter};
 use crate::check;
 use crate::device::{DeviceError, Landing, Landings, Record, Seed, Stop, UNLANDED_MAX, UploadStaging, Wait};
 use crate::ids::FlightId;

@@ -217,11 +217,8 @@ fn warn_of_unheeded(knobs: &Knobs, on_host: bool) {
     let row_blocks = ("CMF_NEMO_BANK_REP", knobs.bank_rep.is_some());
     let skip = ("CMF_NEMO_SKIP", !knobs.skip.is_empty());
     let submission = ("CMF_NEMO_SUBMIT_MS", knobs.submit_ms != Knobs::default().submit_ms);
-    let unheeded = if on_host {
-        vec![timestamps, row_blocks, skip, submission]
-    } else {
-        vec![timestamps, row_blocks, submission]
-    };
+    let unheeded =
+        if on_host { vec![timestamps, row_blocks, skip, submission] } else { vec![timestamps, row_blocks, submission] };
     for (name, _) in unheeded.into_iter().filter(|(_, given)| *given) {
         warn!(name, on_host, "this knob has no effect here");
     }

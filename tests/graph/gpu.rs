@@ -10,8 +10,8 @@ use riparian::actors::Running;
 use riparian::device::host::HostCompanion;
 use riparian::device::wgpu::{Gpu, Setup, find};
 use riparian::device::{
-    Companion, Device, DeviceKind, Item, Landing, Landings, Pass, Phase, Point, Queue, Record, Run, Stager, Staging, Stamp,
-    StopKind, UploadStaging, Wait, Work,
+    Companion, Device, DeviceKind, Item, Landing, Landings, Pass, Phase, Point, Queue, Record, Run, Stager, Staging,
+    Stamp, StopKind, UploadStaging, Wait, Work,
 };
 use riparian::host::{Decoder, HostSequence};
 use riparian::ids::{ExpertIx, FlightId, PlaceIx, Position, SessionId, SlotIx, TokenId, Turn};
