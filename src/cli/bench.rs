@@ -103,7 +103,7 @@ impl Bench {
             let mut lines = Vec::new();
             let mut recorder = None;
             for setting in settings {
-                let watch = Watch::start();
+                let watch = Watch::start(&self.model);
                 let began = Instant::now();
                 let loaded = interrupt.or(load(&self.model, setting.knobs.clone(), terminal)).await;
                 let Some(runtime) = loaded else { return Ok(INTERRUPTED) };
@@ -219,7 +219,7 @@ impl Bench {
             "file": self.model.file_name().map(|name| name.to_string_lossy()),
             "device": runtime.device(),
             "kernels": if on_host { Isa::best().to_string() } else { "wgsl".to_owned() },
-            "act": match setting.knobs.act {
+            "act": match runtime.facts().activations {
                 Activations::F32 => "f32",
                 Activations::Int8 => "int8",
             },

@@ -25,6 +25,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context as _;
+use clap::builder::BoolishValueParser;
 use clap::{Args, Parser, Subcommand};
 use riparian::knobs::{KnobError, Knobs, Origin};
 use riparian::model::mmap::Access;
@@ -88,39 +89,40 @@ enum Command {
     Doctor(doctor::Doctor),
 }
 
-/// Flags of every command. Each knob has its environment variable; these override it.
+/// Flags of every command, each with its twin in the environment, which it overrides: a knob's own variable
+/// (`docs/knobs.md`), or the one named here.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Options of every command")]
 pub(crate) struct Global {
-    /// Where to decode: auto, cpu, backend:index (vulkan:0) or a part of an adapter's name
+    /// Where to decode (CMF_NEMO_DEVICE): auto, cpu, backend:index (vulkan:0) or a part of an adapter's name
     #[arg(long, global = true, value_name = "DEVICE")]
     device: Option<String>,
-    /// Budget for routed experts on the device, in GB
+    /// Budget for routed experts on the device, in GB (CMF_NEMO_EXPERT_GB)
     #[arg(long, global = true, value_name = "GB")]
     expert_gb: Option<String>,
-    /// Host threads
+    /// Host threads (CMF_NEMO_THREADS)
     #[arg(long, global = true, value_name = "N")]
     threads: Option<String>,
-    /// Activations of products with quantised matrices: f32 or int8
+    /// Activations of products with quantised matrices (CMF_NEMO_ACT): f32 or int8
     #[arg(long, global = true, value_name = "MODE")]
     act: Option<String>,
-    /// Positions a session can hold
+    /// Positions a session can hold (CMF_NEMO_CTX)
     #[arg(long, global = true, value_name = "N")]
     ctx: Option<String>,
-    /// Decode without drafts
+    /// Decode without drafts (CMF_NEMO_MTP=0)
     #[arg(long, global = true)]
     no_drafts: bool,
     /// Any knob, by its variable with or without CMF_NEMO_ (riparian doctor lists them)
     #[arg(long = "knob", global = true, value_name = "NAME=VALUE")]
     knobs: Vec<String>,
     /// Knobs of riparian tune, which the environment and flags override
-    #[arg(long, global = true, value_name = "FILE")]
+    #[arg(long, global = true, value_name = "FILE", env = "RIPARIAN_PROFILE")]
     profile: Option<PathBuf>,
     /// Write a trace that Perfetto opens (https://ui.perfetto.dev)
-    #[arg(long, global = true, value_name = "FILE")]
+    #[arg(long, global = true, value_name = "FILE", env = "RIPARIAN_TRACE")]
     trace: Option<PathBuf>,
     /// No progress and no notes, only results and errors
-    #[arg(long, short, global = true)]
+    #[arg(long, short, global = true, env = "RIPARIAN_QUIET", value_parser = BoolishValueParser::new())]
     quiet: bool,
 }
 

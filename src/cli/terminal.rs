@@ -22,6 +22,12 @@ impl Terminal {
         Self { quiet, bars }
     }
 
+    /// Draws progress on `target`, whatever stderr is.
+    #[cfg(test)]
+    pub(crate) fn drawing_on(target: indicatif::ProgressDrawTarget) -> Self {
+        Self { quiet: false, bars: MultiProgress::with_draw_target(target) }
+    }
+
     pub(crate) fn bars(&self) -> &MultiProgress {
         &self.bars
     }

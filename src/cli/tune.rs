@@ -7,16 +7,17 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::Args;
+use indicatif::ProgressBar;
 use riparian::host::{Decoder, ExpertRows, Pool, physical_cores};
 use riparian::ids::{ExpertIx, LayerIx, TokenId};
-use riparian::knobs::{Activations, Knobs};
+use riparian::knobs::{Activations, DeviceChoice, Knobs, Origin};
 use riparian::model::Model;
 use riparian::runtime::{Options, Runtime};
 use serde_json::{Value, json};
 
 use super::stream::Interrupt;
 use super::terminal::Terminal;
-use super::{Global, INTERRUPTED, Outcome, SUCCESS, access, load, record};
+use super::{Global, INTERRUPTED, Outcome, SUCCESS, access, load, progress, record};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -24,15 +25,18 @@ Examples:
   riparian tune model.cmf --out here.profile           and writes a profile
   riparian transcribe model.cmf talk.wav --profile here.profile
 
-Measured are the time in which the host completes missing experts (for each number of threads and both arithmetics), and
-decode with and without drafts on the device that decodes. A profile is lines of NAME=VALUE; the environment and flags
-override it, and riparian doctor --profile FILE shows what came of it. Measure on an idle machine.";
+Measured are the time in which the host completes missing experts (for each number of threads and both arithmetics); of
+the adapter that would decode, its bus, its memory and what a dispatch and a readback cost; and decode with the budgets
+that fit it, with and without drafts. A profile is lines of NAME=VALUE; the environment and flags override it, and
+riparian doctor --profile FILE shows what came of it. Measure on an idle machine.";
 
 /// How long one candidate is measured.
 const EACH: Duration = Duration::from_millis(400);
 /// Positions of the prompt, and ids decoded behind it.
 const PROMPT: u32 = 32;
 const DECODED: usize = 64;
+/// Budgets to try where all experts do not fit, as shares of them.
+const SHARES: [f64; 3] = [0.75, 0.5, 0.25];
 /// A larger number of threads has to be better by this factor: threads are taken from others.
 const WORTH: f64 = 1.03;
 /// Another arithmetic than the default has to be better by this factor.
@@ -63,59 +67,112 @@ struct Completion {
     gb_per_s: f64,
 }
 
+/// What an adapter is like.
+#[derive(Clone, Debug)]
+struct Adapter {
+    name: String,
+    upload_gb_s: f64,
+    memory_gb_s: f64,
+    dispatch_us: f64,
+    readback_us: f64,
+}
+
+/// Decode with one choice.
+#[derive(Clone, Debug)]
+struct Decoded {
+    /// GB for routed experts; `None` is all of them.
+    expert_gb: Option<f64>,
+    drafts: bool,
+    /// `None` where it does not fit.
+    tok_s: Option<f64>,
+    /// Where it ran, or why it did not.
+    note: String,
+}
+
 impl Tune {
     pub(crate) fn run(self, global: &Global, terminal: &mut Terminal) -> Outcome {
         let knobs = global.knobs()?;
         let opened = riparian::model::open(&self.model, &riparian::model::OpenOptions { access: access(&knobs) });
         let model = opened.map_err(anyhow::Error::from)?;
-        let completions = completions(&model)?;
+        let bar = progress::count(terminal, "tune", 1);
+        let completions = completions(&model, &bar)?;
         let best = choose(&completions);
         let mut proposed: Vec<(&str, String)> = Vec::new();
         if let Some(best) = best {
             proposed.push(("CMF_NEMO_THREADS", best.threads.to_string()));
             proposed.push(("CMF_NEMO_ACT", name(best.act).to_owned()));
         }
+        let adapter = adapter(&knobs);
+        let found = adapter.as_ref().and_then(|adapter| adapter.as_ref().ok());
         super::block_on(async {
             let mut interrupt = Interrupt::listen();
-            let mut drafts = Vec::new();
-            for on in [true, false].into_iter().filter(|on| !on || model.geometry.draft) {
+            let mut decoded: Vec<Decoded> = Vec::new();
+            let chosen = proposed.clone();
+            let try_one = async |expert_gb: Option<f64>, drafts: bool| {
                 let mut knobs: Knobs = knobs.clone();
-                for (name, value) in
-                    proposed.iter().map(|(n, v)| (*n, v.as_str())).chain([("CMF_NEMO_MTP", if on { "1" } else { "0" })])
-                {
-                    knobs.set(name, value, riparian::knobs::Origin::Code)?;
+                let chosen = chosen.iter().map(|(name, value)| (*name, value.as_str()));
+                for (name, value) in chosen.chain([("CMF_NEMO_MTP", if drafts { "1" } else { "0" })]) {
+                    knobs.set(name, value, Origin::Code)?;
                 }
-                let Some(runtime) = interrupt.or(load(&self.model, knobs, terminal)).await else {
+                if let Some(gb) = expert_gb {
+                    knobs.set("CMF_NEMO_EXPERT_GB", &gb.to_string(), Origin::Code)?;
+                }
+                bar.inc_length(1);
+                let built = load(&self.model, knobs, terminal).await;
+                let runtime = match built {
+                    Ok(runtime) => runtime,
+                    Err(failure) => {
+                        let note = format!("{:#}", failure.error);
+                        return anyhow::Ok(Decoded { expert_gb, drafts, tok_s: None, note });
+                    }
+                };
+                let rate = rate(&runtime).await?;
+                let note = runtime.device().to_owned();
+                runtime.shutdown().await;
+                bar.inc(1);
+                Ok(Decoded { expert_gb, drafts, tok_s: Some(rate), note })
+            };
+            // Without an adapter the host decodes, which has all experts whatever the budget. Where one was asked for
+            // with a budget, that is it; else the largest that fits and the next.
+            let all_gb = expert_gb(&model);
+            let budgets: Vec<Option<f64>> = match (found, knobs.expert_gb, all_gb) {
+                (Some(_), None, Some(all)) => [None].into_iter().chain(SHARES.map(|share| Some(share * all))).collect(),
+                (_, given, _) => vec![given],
+            };
+            let mut fit = 0;
+            for budget in budgets {
+                let Some(tried) = interrupt.or(try_one(budget, false)).await else { return Ok(INTERRUPTED) };
+                let tried = tried?;
+                fit += usize::from(tried.tok_s.is_some());
+                decoded.push(tried);
+                if fit == 2 {
+                    break;
+                }
+            }
+            let fastest = decoded.iter().filter(|d| d.tok_s.is_some()).max_by(|a, b| rate_of(a).total_cmp(&rate_of(b)));
+            let Some(fastest) = fastest.cloned() else {
+                let why = decoded.first().map_or_else(String::new, |first| first.note.clone());
+                return Err(anyhow::anyhow!("nothing decodes here: {why}").into());
+            };
+            let bounded = found.is_some() && knobs.expert_gb.is_none();
+            if let Some(gb) = fastest.expert_gb.filter(|_| bounded) {
+                proposed.push(("CMF_NEMO_EXPERT_GB", format!("{gb:.3}")));
+            }
+            if model.geometry.draft {
+                let Some(tried) = interrupt.or(try_one(fastest.expert_gb, true)).await else {
                     return Ok(INTERRUPTED);
                 };
-                let runtime = runtime?;
-                let Some(rate) = interrupt.or(rate(&runtime)).await else { return Ok(INTERRUPTED) };
-                drafts.push((on, rate.map_err(anyhow::Error::from)?, runtime.device().to_owned()));
-                runtime.shutdown().await;
+                let tried = tried?;
+                let pays = rate_of(&tried) >= rate_of(&fastest);
+                proposed.push(("CMF_NEMO_MTP", u8::from(pays).to_string()));
+                decoded.push(tried);
             }
-            if let [(_, with, _), (_, without, _)] = &drafts[..] {
-                proposed.push(("CMF_NEMO_MTP", if with >= without { "1" } else { "0" }.to_owned()));
-            }
+            bar.finish_and_clear();
             let text = if self.json {
-                let completion = |c: &Completion| {
-                    json!({
-                        "threads": c.threads, "act": name(c.act), "layer_us": c.layer_us, "gb_per_s": c.gb_per_s,
-                    })
-                };
-                let draft = |(on, rate, device): &(bool, f64, String)| {
-                    json!({
-                        "drafts": on, "decode_tok_s": rate, "device": device,
-                    })
-                };
-                let knobs: serde_json::Map<String, Value> =
-                    proposed.iter().map(|(name, value)| ((*name).to_owned(), value.clone().into())).collect();
-                let line = json!({
-                    "cmd": "tune", "completions": completions.iter().map(completion).collect::<Vec<_>>(),
-                    "decode": drafts.iter().map(draft).collect::<Vec<_>>(), "proposed": knobs,
-                });
-                format!("{line}\n")
+                format!("{}\n", record_of(&completions, adapter.as_ref(), &decoded, &proposed))
             } else {
-                page(&completions, &drafts, &proposed)
+                let costs = miss_costs(best, found, &model);
+                page(&completions, adapter.as_ref(), costs, &decoded, &proposed)
             };
             terminal.put(&text).map_err(anyhow::Error::from)?;
             if let Some(out) = &self.out {
@@ -127,6 +184,76 @@ impl Tune {
     }
 }
 
+fn rate_of(decoded: &Decoded) -> f64 {
+    decoded.tok_s.unwrap_or(0.0)
+}
+
+/// GB of all routed experts of the decoder.
+fn expert_gb(model: &Model) -> Option<f64> {
+    let of = record::routes_from(model).ok()?;
+    Some((of.layers * of.experts) as f64 * of.expert_bytes as f64 / 1e9)
+}
+
+/// The adapter that would decode, measured; `None` where the knobs ask for the host.
+fn adapter(knobs: &Knobs) -> Option<Result<Adapter, String>> {
+    if !knobs.frame || knobs.device == DeviceChoice::Cpu {
+        return None;
+    }
+    #[cfg(feature = "gpu")]
+    let measured = riparian::device::wgpu::measure::measure(&knobs.device)
+        .map(|seen| Adapter {
+            name: seen.name,
+            upload_gb_s: seen.upload_gb_s,
+            memory_gb_s: seen.memory_gb_s,
+            dispatch_us: seen.dispatch_us,
+            readback_us: seen.readback_us,
+        })
+        .map_err(|why| why.to_string());
+    #[cfg(not(feature = "gpu"))]
+    let measured = Err("built without the gpu feature".to_owned());
+    Some(measured)
+}
+
+/// µs that a layer's missing experts of one position take, all `top_k` of them: completed by the host, and uploaded and
+/// computed by the device.
+fn miss_costs(best: Option<Completion>, adapter: Option<&Adapter>, model: &Model) -> Option<(f64, f64)> {
+    let (best, adapter, of) = (best?, adapter?, record::routes_from(model).ok()?);
+    let bytes = (of.top_k as u64 * of.expert_bytes) as f64;
+    Some((best.layer_us + adapter.readback_us, bytes / adapter.upload_gb_s / 1e3 + adapter.readback_us))
+}
+
+fn record_of(
+    completions: &[Completion],
+    adapter: Option<&Result<Adapter, String>>,
+    decoded: &[Decoded],
+    proposed: &[(&str, String)],
+) -> Value {
+    let completion = |c: &Completion| {
+        json!({ "threads": c.threads, "act": name(c.act), "layer_us": c.layer_us, "gb_per_s": c.gb_per_s })
+    };
+    let adapter = adapter.map(|adapter| match adapter {
+        Ok(a) => json!({
+            "name": a.name, "upload_gb_s": a.upload_gb_s, "memory_gb_s": a.memory_gb_s, "dispatch_us": a.dispatch_us,
+            "readback_us": a.readback_us,
+        }),
+        Err(why) => json!({ "none": why }),
+    });
+    let one = |d: &Decoded| {
+        let mut line =
+            json!({ "expert_gb": d.expert_gb, "drafts": d.drafts, "decode_tok_s": d.tok_s, "device": d.note });
+        if d.tok_s.is_none() {
+            line["error"] = line["device"].take();
+        }
+        line
+    };
+    let knobs: serde_json::Map<String, Value> =
+        proposed.iter().map(|(name, value)| ((*name).to_owned(), value.clone().into())).collect();
+    json!({
+        "cmd": "tune", "completions": completions.iter().map(completion).collect::<Vec<_>>(), "adapter": adapter,
+        "decode": decoded.iter().map(one).collect::<Vec<_>>(), "proposed": knobs,
+    })
+}
+
 fn name(act: Activations) -> &'static str {
     match act {
         Activations::F32 => "f32",
@@ -135,7 +262,7 @@ fn name(act: Activations) -> &'static str {
 }
 
 /// Every number of threads worth trying, in both arithmetics.
-fn completions(model: &Arc<Model>) -> anyhow::Result<Vec<Completion>> {
+fn completions(model: &Arc<Model>, bar: &ProgressBar) -> anyhow::Result<Vec<Completion>> {
     let of = match record::routes_from(model) {
         Ok(of) => of,
         // A model without experts never misses one.
@@ -147,8 +274,10 @@ fn completions(model: &Arc<Model>) -> anyhow::Result<Vec<Completion>> {
     threads.sort_unstable();
     threads.dedup();
     let mut measured = Vec::new();
+    bar.inc_length(2 * threads.len() as u64);
     for act in [Activations::Int8, Activations::F32] {
         for &threads in &threads {
+            bar.inc(1);
             let decoder = Decoder::new(Arc::clone(model), act, Pool::new(threads));
             let normed: Vec<f32> = (0..model.geometry.hidden).map(|i| ((i * 37 % 101) as f32 - 50.0) / 30.0).collect();
             let mut turn = 0usize;
@@ -207,25 +336,41 @@ async fn rate(runtime: &Runtime) -> Result<f64, riparian::Error> {
     Ok(rate)
 }
 
-fn page(completions: &[Completion], drafts: &[(bool, f64, String)], proposed: &[(&str, String)]) -> String {
+fn page(
+    completions: &[Completion],
+    adapter: Option<&Result<Adapter, String>>,
+    costs: Option<(f64, f64)>,
+    decoded: &[Decoded],
+    proposed: &[(&str, String)],
+) -> String {
     let mut text = String::from("Missing experts completed by the host, one position's of a layer\n");
     for c in completions {
-        let _ = writeln!(
-            text,
-            "  {:>3} threads, {:4}  {:>9.1} us  {:>6.2} GB/s",
-            c.threads,
-            name(c.act),
-            c.layer_us,
-            c.gb_per_s
-        );
+        let (threads, act) = (c.threads, name(c.act));
+        let _ = writeln!(text, "  {threads:>3} threads, {act:4}  {:>9.1} us  {:>6.2} GB/s", c.layer_us, c.gb_per_s);
+    }
+    match adapter {
+        None => {}
+        Some(Err(why)) => _ = writeln!(text, "Adapter\n  none: {why}"),
+        Some(Ok(a)) => {
+            let _ = writeln!(text, "Adapter {}", a.name);
+            let _ = writeln!(text, "  bus, host to device  {:>9.1} GB/s", a.upload_gb_s);
+            let _ = writeln!(text, "  memory, copies       {:>9.1} GB/s", a.memory_gb_s);
+            let _ = writeln!(text, "  dependent dispatch   {:>9.1} us", a.dispatch_us);
+            let _ = writeln!(text, "  readback             {:>9.1} us", a.readback_us);
+        }
+    }
+    if let Some((host, upload)) = costs {
+        let _ = writeln!(text, "A layer that misses all its experts for a position would take");
+        let _ = writeln!(text, "  {host:>9.1} us completed by the host, {upload:>9.1} us uploaded");
     }
     text += "Decode\n";
-    for (on, rate, device) in drafts {
-        let _ = writeln!(
-            text,
-            "  {:14} {rate:>9.1} tokens/s on {device}",
-            if *on { "with drafts" } else { "without drafts" }
-        );
+    for d in decoded {
+        let experts = d.expert_gb.map_or_else(|| "all experts".to_owned(), |gb| format!("{gb:.3} GB of experts"));
+        let drafts = if d.drafts { "drafts" } else { "no drafts" };
+        let _ = match d.tok_s {
+            Some(rate) => writeln!(text, "  {experts:20} {drafts:9} {rate:>9.1} tokens/s on {}", d.note),
+            None => writeln!(text, "  {experts:20} {drafts:9}         - {}", d.note),
+        };
     }
     text += "Proposed\n";
     for (name, value) in proposed {

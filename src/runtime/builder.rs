@@ -312,3 +312,24 @@ fn gpu(
         _ => Ok(None),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::knobs::Origin;
+
+    #[test]
+    fn draft_conventions_reach_the_decoder() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny-transcribe.cmf");
+        let model = crate::model::open(path.as_ref(), &crate::model::OpenOptions::default()).unwrap();
+        let with = |name: &str| {
+            let mut knobs = Knobs::default();
+            knobs.set(name, "1", Origin::Code).unwrap();
+            Host::new(&model, &knobs).decoder.draft_conventions()
+        };
+        let none = DraftConventions::default();
+        assert_eq!(with("CMF_NEMO_MTP_PRE"), DraftConventions { pre_norm: true, ..none });
+        assert_eq!(with("CMF_NEMO_MTP_LN"), DraftConventions { layer_norm: true, ..none });
+        assert_eq!(with("CMF_NEMO_MTP_HFIRST"), DraftConventions { hidden_first: true, ..none });
+    }
+}

@@ -126,6 +126,13 @@ impl Runtime {
         &self.shared.facts.name
     }
 
+    /// What is known of the device that decodes: its arithmetic, places, rows of a pass. After a loss the host goes on
+    /// with its own.
+    #[must_use]
+    pub fn facts(&self) -> &Facts {
+        &self.shared.facts
+    }
+
     /// What kind of device decodes.
     #[must_use]
     pub fn device_kind(&self) -> crate::device::DeviceKind {

@@ -2,7 +2,8 @@
 //!
 //! `golden` holds the transcripts of the tiny model against its reference,
 //! `input` what happens with recordings and files that are not as they should
-//! be, `gpu` the program on an adapter, `commands` every command once, `trace` what `--trace` writes, `usage` what is
+//! be, `gpu` the program on an adapter, `commands` every command once, `trace` what `--trace` writes, `progress` how long
+//! operations tell how far they are, `usage` what is
 //! refused and how.
 
 mod commands;
@@ -10,6 +11,7 @@ mod golden;
 #[cfg(feature = "gpu")]
 mod gpu;
 mod input;
+mod progress;
 mod support;
 mod trace;
 mod usage;

@@ -49,7 +49,7 @@ impl Ran {
 pub(crate) fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_riparian"));
     for (name, _) in std::env::vars_os() {
-        if name.to_string_lossy().starts_with("CMF_NEMO_") {
+        if name.to_string_lossy().starts_with("CMF_NEMO_") || name.to_string_lossy().starts_with("RIPARIAN_") {
             command.env_remove(name);
         }
     }

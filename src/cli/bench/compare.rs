@@ -13,7 +13,7 @@ pub(super) fn read(path: &Path) -> anyhow::Result<Vec<Value>> {
     let mut lines = Vec::new();
     for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         let value: Value = serde_json::from_str(line).with_context(|| format!("{name}, line {}", number + 1))?;
-        if value["decode_tok_s"].is_number() {
+        if value["decode_tok_s"].is_number() || value["prefill_per_s"].is_number() {
             lines.push(value);
         }
     }
@@ -21,27 +21,60 @@ pub(super) fn read(path: &Path) -> anyhow::Result<Vec<Value>> {
     Ok(lines)
 }
 
-/// A line for each measurement that has a counterpart: rates before and now.
+/// A table with a row for each counterpart that a measurement has among `before`: rates before and now. The newest of each
+/// engine counts.
 pub(super) fn told(now: &[Map<String, Value>], before: &[Value]) -> String {
-    let mut text = String::new();
+    let head = ["device", "experts", "drafts", "prompt", "against", "prefill/s", "now", "", "tok/s", "now", ""];
+    let mut rows = vec![head.map(str::to_owned)];
+    let mut alone = String::new();
     for line in now {
-        let Some(old) = before.iter().rev().find(|old| is_counterpart(line, old)) else {
-            let _ = writeln!(text, "{}: nothing to compare with", label(line));
-            continue;
-        };
-        let _ = write!(text, "{}:", label(line));
-        for (key, unit) in [("prefill_per_s", "positions/s"), ("decode_tok_s", "tok/s")] {
-            if let (Some(old), Some(new)) = (old[key].as_f64(), line[key].as_f64()) {
-                let _ = write!(text, " {old:.1} -> {new:.1} {unit} ({:.2}x)", new / old);
+        let mut found: Vec<&Value> = Vec::new();
+        for old in before.iter().rev().filter(|old| is_counterpart(line, old)) {
+            if !found.iter().any(|other| engine(other) == engine(old)) {
+                found.push(old);
             }
         }
-        text.push('\n');
+        if found.is_empty() {
+            let _ = writeln!(alone, "{}: nothing to compare with", label(line));
+        }
+        rows.extend(found.into_iter().rev().map(|old| row(line, old)));
     }
-    text.truncate(text.trim_end().len());
-    text
+    let table = if rows.len() > 1 { super::table::aligned(&rows, 3) } else { String::new() };
+    (table + &alone).trim_end().to_owned()
 }
 
-/// Same file, prompt, budget and drafts; same device where both are ours (the peer names devices otherwise), and the same
+fn row(line: &Map<String, Value>, old: &Value) -> [String; 11] {
+    let rates = |key: &str| match (old[key].as_f64(), line[key].as_f64()) {
+        (Some(old), Some(new)) if old > 0.0 => {
+            [format!("{old:.1}"), format!("{new:.1}"), format!("{:.2}x", new / old)]
+        }
+        (None, Some(new)) => ["-".into(), format!("{new:.1}"), String::new()],
+        _ => ["-".into(), "-".into(), String::new()],
+    };
+    let ([prefill, prefill_now, prefill_ratio], [decode, decode_now, decode_ratio]) =
+        (rates("prefill_per_s"), rates("decode_tok_s"));
+    [
+        line["device"].as_str().unwrap_or("?").to_owned(),
+        budget_of(line),
+        drafts_of(line).to_owned(),
+        line["prompt_len"].to_string(),
+        engine(old),
+        prefill,
+        prefill_now,
+        prefill_ratio,
+        decode,
+        decode_now,
+        decode_ratio,
+    ]
+}
+
+/// Whose measurement it is: ours with its commit, where it says one. The first peer's lines do not name it.
+fn engine(line: &Value) -> String {
+    let name = line["engine"].as_str().unwrap_or("peer").to_owned();
+    line["commit"].as_str().map_or(name.clone(), |commit| format!("{name} {commit}"))
+}
+
+/// Same file, prompt, budget and drafts; same device where both are ours (peers name devices otherwise), and the same
 /// arithmetic where both say it.
 fn is_counterpart(line: &Map<String, Value>, old: &Value) -> bool {
     let same = |key: &str| line[key] == old[key];
@@ -51,14 +84,22 @@ fn is_counterpart(line: &Map<String, Value>, old: &Value) -> bool {
         && same("prompt_len")
         && same("mtp_used")
         && same_if_said("act")
-        && (old["engine"].is_null() || same("device"))
+        && (!old["engine"].as_str().is_some_and(|engine| engine.starts_with("riparian")) || same("device"))
         && budget(&line["expert_gb"]) == budget(&old["expert_gb"])
 }
 
+fn budget_of(line: &Map<String, Value>) -> String {
+    line["expert_gb"].as_str().map_or_else(|| "all".to_owned(), |gb| format!("{gb} GB"))
+}
+
+fn drafts_of(line: &Map<String, Value>) -> &'static str {
+    if line["mtp_used"] == true { "on" } else { "off" }
+}
+
 fn label(line: &Map<String, Value>) -> String {
-    let budget = line["expert_gb"].as_str().map_or_else(|| "all experts".to_owned(), |gb| format!("{gb} GB"));
-    let drafts = if line["mtp_used"] == true { "drafts" } else { "no drafts" };
-    format!("{}, {budget}, {drafts}, prompt of {}", line["device"].as_str().unwrap_or("?"), line["prompt_len"])
+    let (budget, drafts) = (budget_of(line), drafts_of(line));
+    let device = line["device"].as_str().unwrap_or("?");
+    format!("{device}, experts {budget}, drafts {drafts}, prompt of {}", line["prompt_len"])
 }
 
 #[cfg(test)]
@@ -81,9 +122,16 @@ mod tests {
         peer.as_object_mut().unwrap().retain(|key, _| key != "engine" && key != "act");
         let before = [line("host", json!("4"), 1.0), line("host", json!("8"), 10.0)];
         let told_of = told(&now, &before);
-        assert!(told_of.contains("10.0 -> 20.0 tok/s (2.00x)"), "{told_of}");
-        assert!(told_of.contains("gpu, all experts, no drafts, prompt of 512: nothing"), "{told_of}");
-        assert!(told(&now, &[peer]).contains("5.0 -> 20.0 tok/s (4.00x)"));
+        let ends = |text: &str, engine: &str, row: &str| {
+            text.lines().any(|line| line.contains(engine) && line.split_whitespace().collect::<Vec<_>>().join(" ").ends_with(row))
+        };
+        assert!(ends(&told_of, "riparian 0", "10.0 20.0 2.00x"), "{told_of}");
+        assert!(told_of.contains("gpu, experts all, drafts off, prompt of 512: nothing"), "{told_of}");
+        let mut other = peer.clone();
+        other["engine"] = json!("llama.cpp 0.7.0");
+        other["decode_tok_s"] = json!(40.0);
+        let both = told(&now, &[peer, other]);
+        assert!(ends(&both, "peer", "5.0 20.0 4.00x") && ends(&both, "llama.cpp", "40.0 20.0 0.50x"), "{both}");
     }
 
     #[test]

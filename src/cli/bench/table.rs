@@ -36,12 +36,18 @@ pub(super) fn of(lines: &[Map<String, Value>]) -> String {
     ];
     let mut rows = vec![head.map(str::to_owned)];
     rows.extend(lines.iter().map(row));
+    text + &aligned(&rows, 3)
+}
+
+/// Rows under each other: the first columns, of words, to the left, numbers to the right.
+pub(super) fn aligned<const N: usize>(rows: &[[String; N]], words: usize) -> String {
+    let mut text = String::new();
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..head.len()).map(width).collect();
-    for row in &rows {
+    let widths: Vec<usize> = (0..N).map(width).collect();
+    for row in rows {
         for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
-            // Words to the left, numbers to the right.
-            let _ = if column < 3 { write!(text, "{cell:<width$}  ") } else { write!(text, "{cell:>width$}  ") };
+            let _ =
+                if column < words { write!(text, "{cell:<width$}  ") } else { write!(text, "{cell:>width$}  ") };
         }
         text.truncate(text.trim_end().len());
         text.push('\n');

@@ -14,6 +14,7 @@ pub mod decode;
 pub mod describe;
 pub mod landing;
 pub mod layout;
+pub mod measure;
 pub mod partial;
 pub mod pipelines;
 pub mod prefill;
