@@ -228,9 +228,7 @@ fn record_of(
     decoded: &[Decoded],
     proposed: &[(&str, String)],
 ) -> Value {
-    let completion = |c: &Completion| {
-        json!({ "threads": c.threads, "act": name(c.act), "layer_us": c.layer_us, "gb_per_s": c.gb_per_s })
-    };
+    let completion = |c: &Completion| json!({ "threads": c.threads, "act": name(c.act), "layer_us": c.layer_us, "gb_per_s": c.gb_per_s });
     let adapter = adapter.map(|adapter| match adapter {
         Ok(a) => json!({
             "name": a.name, "upload_gb_s": a.upload_gb_s, "memory_gb_s": a.memory_gb_s, "dispatch_us": a.dispatch_us,

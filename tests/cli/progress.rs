@@ -4,14 +4,18 @@
 
 use std::process::Command;
 
-use crate::support::{finish, model, recording, root, samples_of, scratch, tiny_transcribe, Wav, program};
+use crate::support::{Wav, finish, model, program, recording, root, samples_of, scratch, tiny_transcribe};
 
 /// What the program writes to stderr when that is a terminal of 120 columns; `None` where there is no `script` to make one.
 fn on_terminal(arguments: &[&str]) -> Option<String> {
     let quoted: Vec<String> = arguments.iter().map(|argument| format!("'{argument}'")).collect();
     let line = format!("stty cols 120; '{}' {} >/dev/null", env!("CARGO_BIN_EXE_riparian"), quoted.join(" "));
     let mut script = Command::new("script");
-    script.args(["-qefc", &line, "/dev/null"]).env("CMF_NEMO_DEVICE", "cpu").env("TERM", "xterm").env_remove("RUST_LOG");
+    script
+        .args(["-qefc", &line, "/dev/null"])
+        .env("CMF_NEMO_DEVICE", "cpu")
+        .env("TERM", "xterm")
+        .env_remove("RUST_LOG");
     script.stdin(std::process::Stdio::null());
     if script.output().is_err() {
         println!("no script(1) here: progress on a terminal is not shown");
@@ -58,6 +62,9 @@ fn long_operations_draw_how_far_they_are_on_a_terminal_alone() {
             assert!(!quiet.contains(label) && !quiet.contains('━'), "{arguments:?} --quiet: {quiet:?}");
         }
         let piped = finish(program().args(&arguments)).ok().stderr;
-        assert!(!piped.contains('━') && !piped.contains('\u{1b}') && !piped.contains(" of "), "{arguments:?}: {piped:?}");
+        assert!(
+            !piped.contains('━') && !piped.contains('\u{1b}') && !piped.contains(" of "),
+            "{arguments:?}: {piped:?}"
+        );
     }
 }

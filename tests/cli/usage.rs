@@ -101,7 +101,8 @@ fn every_flag_has_a_twin_in_the_environment() {
     assert!(told.contains("\"profile\""), "{told}");
     let noted = |quiet: &str| {
         let flags = ["--stats", "--max-new-tokens", "1"];
-        let ran = finish(program().arg("transcribe").arg(model()).arg(recording()).args(flags).env("RIPARIAN_QUIET", quiet));
+        let ran =
+            finish(program().arg("transcribe").arg(model()).arg(recording()).args(flags).env("RIPARIAN_QUIET", quiet));
         ran.ok().stderr
     };
     assert!(noted("1").is_empty() && noted("0").contains("prefill"));

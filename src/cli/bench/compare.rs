@@ -45,9 +45,7 @@ pub(super) fn told(now: &[Map<String, Value>], before: &[Value]) -> String {
 
 fn row(line: &Map<String, Value>, old: &Value) -> [String; 11] {
     let rates = |key: &str| match (old[key].as_f64(), line[key].as_f64()) {
-        (Some(old), Some(new)) if old > 0.0 => {
-            [format!("{old:.1}"), format!("{new:.1}"), format!("{:.2}x", new / old)]
-        }
+        (Some(old), Some(new)) if old > 0.0 => [format!("{old:.1}"), format!("{new:.1}"), format!("{:.2}x", new / old)],
         (None, Some(new)) => ["-".into(), format!("{new:.1}"), String::new()],
         _ => ["-".into(), "-".into(), String::new()],
     };
@@ -123,7 +121,9 @@ mod tests {
         let before = [line("host", json!("4"), 1.0), line("host", json!("8"), 10.0)];
         let told_of = told(&now, &before);
         let ends = |text: &str, engine: &str, row: &str| {
-            text.lines().any(|line| line.contains(engine) && line.split_whitespace().collect::<Vec<_>>().join(" ").ends_with(row))
+            text.lines().any(|line| {
+                line.contains(engine) && line.split_whitespace().collect::<Vec<_>>().join(" ").ends_with(row)
+            })
         };
         assert!(ends(&told_of, "riparian 0", "10.0 20.0 2.00x"), "{told_of}");
         assert!(told_of.contains("gpu, experts all, drafts off, prompt of 512: nothing"), "{told_of}");

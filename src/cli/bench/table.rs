@@ -46,8 +46,7 @@ pub(super) fn aligned<const N: usize>(rows: &[[String; N]], words: usize) -> Str
     let widths: Vec<usize> = (0..N).map(width).collect();
     for row in rows {
         for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
-            let _ =
-                if column < words { write!(text, "{cell:<width$}  ") } else { write!(text, "{cell:>width$}  ") };
+            let _ = if column < words { write!(text, "{cell:<width$}  ") } else { write!(text, "{cell:>width$}  ") };
         }
         text.truncate(text.trim_end().len());
         text.push('\n');

@@ -148,8 +148,7 @@ fn readback(context: &Context) -> Result<f64, DeviceError> {
     let bytes = 256;
     let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
     let source = buffer(context, "tune: result", bytes, usage)?;
-    let landing =
-        buffer(context, "tune: landing", bytes, wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST)?;
+    let landing = buffer(context, "tune: landing", bytes, wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST)?;
     let took = median(|| {
         let began = Instant::now();
         let mut encoder = context.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
