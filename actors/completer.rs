@@ -208,6 +208,9 @@ impl Completer {
                 .entered();
                 let (clock, meter) = (self.clock.clone(), self.meter.clone());
                 self.answer(missed.stop, || {
+                    if let Err(why) = companion.still_readable() {
+                        return Answer::Failed { stop: missed.stop, why };
+                    }
                     let made = companion.complete(&missed, &uploads);
                     let uploads = uploads.iter().map(|e| Arc::new(companion.payload(missed.layer, *e))).collect();
                     let done = clock.now();

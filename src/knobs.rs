@@ -122,6 +122,10 @@ impl fmt::Display for Origin {
     }
 }
 
+/// Who set which knob to what, by the table's order; those that code changed are found by comparing.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Origins([Option<(Origin, String)>; TABLE.len()]);
+
 /// Why a knob was refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KnobError {
@@ -179,16 +183,25 @@ macro_rules! knobs {
     )*) => {
         /// Every tunable of a runtime, typed.
         ///
-        /// [`Knobs::from_env`] reads the environment; [`Knobs::default`] does not.
+        /// [`Knobs::from_env`] reads the environment; [`Knobs::default`] does not. Fields are set as any struct's are:
+        ///
+        /// ```
+        /// use riparian::knobs::{DeviceChoice, Knobs, Origin};
+        ///
+        /// let knobs = Knobs { device: DeviceChoice::Cpu, threads: Some(2), ..Knobs::default() };
+        /// let changed = knobs.list().filter(|(.., origin)| *origin == Origin::Code);
+        /// assert_eq!(changed.map(|(knob, ..)| knob.name).collect::<Vec<_>>(), ["CMF_NEMO_DEVICE", "CMF_NEMO_THREADS"]);
+        /// ```
         #[derive(Clone, Debug, PartialEq)]
         pub struct Knobs {
             $($(#[doc = $doc])* pub $field: $ty,)*
-            origins: [Origin; TABLE.len()],
+            /// Who set what, for [`Knobs::list`]; `..Knobs::default()` fills it in.
+            pub origins: Origins,
         }
 
         impl Default for Knobs {
             fn default() -> Self {
-                Self { $($field: $init,)* origins: [Origin::Default; TABLE.len()] }
+                Self { $($field: $init,)* origins: Origins::default() }
             }
         }
 
@@ -354,13 +367,22 @@ impl Knobs {
             value: value.into(),
             accepts: knob.accepts,
         })?;
-        self.origins[at] = origin;
+        self.origins.0[at] = Some((origin, (knob.show)(self)));
         Ok(())
     }
 
     /// Every knob with its value as one would set it, and where that came from.
     pub fn list(&self) -> impl Iterator<Item = (&'static Knob, String, Origin)> + '_ {
-        TABLE.iter().zip(self.origins).map(|(knob, origin)| (knob, (knob.show)(self), origin))
+        let unset = Self::default();
+        TABLE.iter().zip(&self.origins.0).map(move |(knob, set)| {
+            let shown = (knob.show)(self);
+            let origin = match set {
+                Some((origin, value)) if *value == shown => *origin,
+                None if (knob.show)(&unset) == shown => Origin::Default,
+                _ => Origin::Code,
+            };
+            (knob, shown, origin)
+        })
     }
 
     /// `docs/knobs.md`: the table for people.
@@ -535,6 +557,18 @@ mod tests {
             let changed = knobs.list().zip(Knobs::default().list()).filter(|(a, b)| a.1 != b.1).count();
             assert_eq!(changed, 1, "{name} changes itself alone");
         }
+    }
+
+    #[test]
+    fn what_code_changes_is_known_as_such() {
+        let mut knobs = Knobs { admit: 7, ..Knobs::default() };
+        knobs.set("CMF_NEMO_STEPS", "4", Origin::Environment).unwrap();
+        let origin = |knobs: &Knobs, name| knobs.list().find(|(knob, ..)| knob.name == name).unwrap().2;
+        assert_eq!(origin(&knobs, "CMF_NEMO_ADMIT"), Origin::Code);
+        assert_eq!(origin(&knobs, "CMF_NEMO_STEPS"), Origin::Environment);
+        knobs.steps = 5;
+        assert_eq!(origin(&knobs, "CMF_NEMO_STEPS"), Origin::Code);
+        assert_eq!(origin(&knobs, "CMF_NEMO_CTX"), Origin::Default);
     }
 
     #[test]

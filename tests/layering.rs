@@ -151,6 +151,34 @@ fn unsafe_stands_only_where_the_style_allows_it() {
     }
 }
 
+/// `docs/testing.md` lists each file's unsafe blocks and what makes them true; each block has its `SAFETY:` line.
+#[test]
+fn every_unsafe_block_is_counted_and_has_its_check() {
+    let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/testing.md")).unwrap();
+    let row = |line: &str| {
+        let mut cells = line.strip_prefix("| `src/")?.split('|').map(str::trim);
+        Some((PathBuf::from("src").join(cells.next()?.trim_end_matches('`')), cells.next()?.parse::<usize>().ok()?))
+    };
+    let listed: Vec<(PathBuf, usize)> = page.lines().filter_map(row).collect();
+    let mut counted = Vec::new();
+    for (file, text) in sources() {
+        let lines: Vec<&str> = text.lines().collect();
+        let mut blocks = 0;
+        for (number, line) in code(&text).filter(|(_, line)| line.contains("unsafe {")) {
+            blocks += line.matches("unsafe {").count();
+            let above = &lines[number.saturating_sub(9)..number];
+            assert!(above.iter().any(|l| l.contains("SAFETY:")), "{}:{number} has no SAFETY line", file.display());
+        }
+        if blocks > 0 {
+            counted.push((file, blocks));
+        }
+    }
+    counted.sort();
+    let mut told = listed.clone();
+    told.sort();
+    assert_eq!(told, counted, "docs/testing.md (left) and the sources (right) disagree");
+}
+
 #[test]
 fn the_scan_reads_lists_and_paths() {
     assert_eq!(named("use crate::{ids::{A, B}, model};"), ["ids", "model"]);

@@ -1,5 +1,6 @@
 //! Recordings: any common format, rate and channel count to 16 kHz mono.
 
+use std::cell::Cell;
 use std::fs::File;
 use std::io;
 use std::panic::{self, AssertUnwindSafe};
@@ -132,10 +133,24 @@ pub fn read_bytes(bytes: Vec<u8>, name: &str) -> Result<Audio, ReadError> {
     guarded(Box::new(io::Cursor::new(bytes)), Path::new(name))
 }
 
+thread_local! {
+    static READING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this thread reads a recording just now. A panic is then caught and becomes an error; what the process says of
+/// panics is its program's business, so a program that wants to be quiet about these asks here in its hook.
+#[must_use]
+pub fn is_reading() -> bool {
+    READING.get()
+}
+
 /// [`read`], with a panic of the decoders (they check sums less than a hostile header needs) as an error.
 fn guarded(source: Box<dyn MediaSource>, path: &Path) -> Result<Audio, ReadError> {
+    READING.set(true);
     // Nothing outlives the call but its result, so nothing half-changed can be seen.
-    panic::catch_unwind(AssertUnwindSafe(|| read(source, path))).unwrap_or_else(|panic| {
+    let read = panic::catch_unwind(AssertUnwindSafe(|| read(source, path)));
+    READING.set(false);
+    read.unwrap_or_else(|panic| {
         let reason = panic.downcast_ref::<&str>().map(ToString::to_string);
         let reason = reason.or_else(|| panic.downcast_ref::<String>().cloned());
         Err(ReadError::Malformed { path: path.to_owned(), reason: reason.unwrap_or_else(|| "decoder failure".into()) })

@@ -209,6 +209,7 @@ type Outcome = Result<u8, Failure>;
 
 /// Reads the arguments, runs the command, tells how it went.
 pub(crate) fn run() -> ExitCode {
+    quiet_readers();
     let Cli { command, global } = Cli::parse();
     let mut terminal = Terminal::new(global.quiet);
     let traced = global.trace.as_deref();
@@ -239,6 +240,16 @@ pub(crate) fn run() -> ExitCode {
             failure.code.into()
         }
     }
+}
+
+/// Says nothing of panics that a hostile recording causes in its decoder: they become errors, which are told.
+fn quiet_readers() {
+    let loud = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if !riparian::audio::read::is_reading() {
+            loud(panic);
+        }
+    }));
 }
 
 /// Starts logging to stderr (`RUST_LOG`, warnings by default) and the trace, if one is wanted.

@@ -122,11 +122,15 @@ impl HostDevice {
             upload_staging: UPLOAD_STAGING,
             landing_deadline: None,
         };
-        let maths = HostMaths::new(decoder, &options);
+        let maths = HostMaths::new(decoder.clone(), &options);
         let (dies_at, mut steps) = (options.dies_at, 0);
-        let pace = move |_: &Micro| {
-            assert!(dies_at != Some(steps), "a test took the host device away");
+        let pace = move |micro: &Micro| {
+            if dies_at == Some(steps) {
+                return Err("a test took the host device away".into());
+            }
             steps += 1;
+            // Touching what a file has lost would end the process, so each batch asks before it reads.
+            if micro.begins_batch() { decoder.still_readable() } else { Ok(()) }
         };
         let (queue, landings) = worker::start(Machine::new(maths, facts.clone()), layers, "host-device", pace)?;
         Ok(Self { facts, queue, landings })
@@ -175,6 +179,10 @@ impl Companion for HostCompanion {
         let outputs =
             if wanted.is_empty() { Vec::new() } else { self.decoder.experts(missed.layer, &missed.normed, &wanted) };
         Completions { at, outputs }
+    }
+
+    fn still_readable(&self) -> Result<(), String> {
+        self.decoder.still_readable()
     }
 
     fn payload(&self, layer: LayerIx, expert: ExpertIx) -> Payload {

@@ -145,6 +145,16 @@ impl Micro {
         )
     }
 
+    /// Whether a batch begins with it.
+    pub(crate) fn begins_batch(&self) -> bool {
+        match self {
+            Micro::Op(_, Op::Route(point)) => point.is_batch_start(),
+            // A model without routes has accepts alone.
+            Micro::Op(_, Op::Accept(point)) => point.is_batch_start(),
+            _ => false,
+        }
+    }
+
     /// The staging buffer it will write.
     pub(crate) fn staging(&self) -> Option<Wait> {
         match self {

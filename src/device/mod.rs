@@ -696,6 +696,15 @@ pub trait Companion: Send + Sync {
     /// another way. Each expert's weights are read once, all experts in one parallel region.
     fn complete(&self, missed: &Missed, leave: &[ExpertIx]) -> Completions;
 
+    /// Whether what it reads is still what was opened; asked before it reads much.
+    ///
+    /// # Errors
+    ///
+    /// How the file changed.
+    fn still_readable(&self) -> Result<(), String> {
+        Ok(())
+    }
+
     /// The bytes of an expert, read through.
     fn payload(&self, layer: LayerIx, expert: ExpertIx) -> Payload;
 }

@@ -512,12 +512,14 @@ impl Device for ScriptedDevice {
                 machine.broken = script.broken;
                 let (mut draw, mut steps) = (script.seed, 0);
                 let pace = move |micro: &Micro| {
+                    // A panic, as a driver's or a kernel's would be.
                     assert!(dies_at != Some(steps), "a test took it away");
                     steps += 1;
                     draw = mix(draw, 11);
                     if micro.is_visible() && !delay.is_zero() {
                         std::thread::sleep(delay * (draw >> 24) / 255);
                     }
+                    Ok(())
                 };
                 let started = worker::start(machine, script.layers, "scripted-device", pace);
                 started.expect("a test machine gives a thread")

@@ -25,23 +25,37 @@ struct Entries {
 }
 
 /// The submitter's half. Dropping it stops the thread behind what it runs at the moment.
-struct WorkerQueue {
+pub(crate) struct WorkerQueue {
     shared: Arc<Shared>,
     layers: usize,
+    /// Set once it runs.
     thread: Option<JoinHandle<()>>,
 }
 
-/// Starts a thread around the machine. `pace` is called before each entry; if it panics, the device is lost.
+/// Starts a thread around the machine. `pace` is called before each entry; if it says why not to go on, or panics, the
+/// device is lost.
 ///
 /// # Errors
 ///
 /// [`DeviceError::Lost`] where the system gives no thread.
 pub(crate) fn start<M: Maths + 'static>(
-    mut machine: Machine<M>,
+    machine: Machine<M>,
     layers: usize,
     name: &str,
-    mut pace: impl FnMut(&Micro) + Send + 'static,
+    pace: impl FnMut(&Micro) -> Result<(), String> + Send + 'static,
 ) -> Result<Halves, DeviceError> {
+    let (mut queue, landings, run) = assemble(machine, layers, pace);
+    let spawned = std::thread::Builder::new().name(name.into()).spawn(run);
+    queue.thread = Some(spawned.map_err(|error| DeviceError::Lost { why: format!("no thread for it: {error}") })?);
+    Ok((Box::new(queue), Box::new(landings)))
+}
+
+/// The halves, and what the thread between them runs.
+pub(crate) fn assemble<M: Maths + 'static>(
+    mut machine: Machine<M>,
+    layers: usize,
+    mut pace: impl FnMut(&Micro) -> Result<(), String> + Send + 'static,
+) -> (WorkerQueue, BoardLandings, impl FnOnce() + Send + 'static) {
     let board = Arc::new(Board::default());
     let shared = Arc::new(Shared { board: board.clone(), queue: Mutex::default(), more: Condvar::new() });
     let on_thread = shared.clone();
@@ -50,7 +64,7 @@ pub(crate) fn start<M: Maths + 'static>(
         while let Some(micro) = next(&on_thread) {
             let timed = matches!(micro, Micro::Op(..));
             let done = catch_unwind(AssertUnwindSafe(|| {
-                pace(&micro);
+                pace(&micro)?;
                 let (class, flight) = (micro.class(), micro.flight().map_or(0, |flight| flight.0));
                 let begun = Instant::now();
                 let landed = machine.execute(micro);
@@ -61,19 +75,16 @@ pub(crate) fn start<M: Maths + 'static>(
                 // What stands in for a GPU's timestamps: a slice on the device's track.
                 let dur_us = took.as_secs_f64() * 1e6;
                 tracing::trace!(target: "riparian::device", class, flight, age_us = dur_us, dur_us);
-                landed
+                Ok(landed)
             }));
-            match done {
+            match done.unwrap_or_else(|panic| Err(panic_text(panic.as_ref()))) {
                 Ok(Some((wait, landing))) => on_thread.board.land(wait, landing),
                 Ok(None) => {}
-                Err(panic) => return on_thread.board.lose(&panic_text(panic.as_ref())),
+                Err(why) => return on_thread.board.lose(&why),
             }
         }
     };
-    let spawned = std::thread::Builder::new().name(name.into()).spawn(run);
-    let thread = spawned.map_err(|error| DeviceError::Lost { why: format!("no thread for it: {error}") })?;
-    let queue = WorkerQueue { shared, layers, thread: Some(thread) };
-    Ok((Box::new(queue), Box::new(BoardLandings(board))))
+    (WorkerQueue { shared, layers, thread: None }, BoardLandings(board), run)
 }
 
 /// What a panic said.

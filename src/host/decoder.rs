@@ -125,6 +125,20 @@ impl Decoder {
         }
     }
 
+    /// Whether the file that the weights lie in still holds what was opened.
+    ///
+    /// # Errors
+    ///
+    /// Which file changed, and how.
+    pub fn still_readable(&self) -> Result<(), String> {
+        match &self.source {
+            Source::Model(model) => {
+                model.container.still_readable().map_err(|(path, changed)| format!("{}: {changed}", path.display()))
+            }
+            Source::Parts(_) => Ok(()),
+        }
+    }
+
     /// The model's weights.
     #[must_use]
     pub fn weights(&self) -> &DecoderWeights {

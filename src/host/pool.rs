@@ -6,6 +6,7 @@
 //! less to do. Idle threads sleep.
 
 use std::fmt;
+use std::io;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -37,6 +38,15 @@ impl Pool {
         Self::with_isa(threads, Isa::best())
     }
 
+    /// As [`Pool::new`], for those who can do without.
+    ///
+    /// # Errors
+    ///
+    /// When the system refuses a thread.
+    pub fn try_new(threads: usize) -> io::Result<Self> {
+        Self::build(threads, Isa::best()).map_err(io::Error::other)
+    }
+
     /// A pool whose kernels use `isa`; get it from [`Isa::require`].
     ///
     /// # Panics
@@ -45,15 +55,14 @@ impl Pool {
     #[must_use]
     pub fn with_isa(threads: usize, isa: Isa) -> Self {
         assert!(isa.is_present(), "{isa} on a processor without it");
+        Self::build(threads, isa).expect("threads for the host pool")
+    }
+
+    fn build(threads: usize, isa: Isa) -> Result<Self, rayon::ThreadPoolBuildError> {
         let threads = threads.max(1);
-        let helpers = (threads > 1).then(|| {
-            rayon::ThreadPoolBuilder::new()
-                .num_threads(threads - 1)
-                .thread_name(|i| format!("host-{i}"))
-                .build()
-                .expect("threads for the host pool")
-        });
-        Self { inner: Arc::new(Inner { helpers, threads, isa }) }
+        let builder = || rayon::ThreadPoolBuilder::new().num_threads(threads - 1).thread_name(|i| format!("host-{i}"));
+        let helpers = if threads > 1 { Some(builder().build()?) } else { None };
+        Ok(Self { inner: Arc::new(Inner { helpers, threads, isa }) })
     }
 
     /// One thread for each physical core this process may use.

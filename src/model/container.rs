@@ -508,6 +508,18 @@ impl Container {
         }
         Ok(())
     }
+
+    /// Whether every mapped file still holds the bytes that were opened, wherever its path leads now.
+    ///
+    /// # Errors
+    ///
+    /// The first file that changed, and how.
+    pub fn still_readable(&self) -> Result<(), (PathBuf, Changed)> {
+        for file in self.shards.iter().filter_map(|shard| shard.file.as_ref()) {
+            file.still_readable().map_err(|changed| (file.path().to_owned(), changed))?;
+        }
+        Ok(())
+    }
 }
 
 impl Shard {

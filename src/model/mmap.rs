@@ -2,13 +2,19 @@
 //!
 //! The one place of the model part that needs `unsafe`: a mapping is only
 //! sound while nobody shortens the file under it, which no process can
-//! promise for another. [`FileBytes::still_intact`] lets a reader find out.
+//! promise for another. [`FileBytes::still_intact`] lets a reader find out;
+//! it is asked when a session is opened, before an expert is fetched, and
+//! ([`FileBytes::still_readable`]) before each batch of the host and each of
+//! its completions. What changes in between ends the process with a signal
+//! where bytes are gone, and is not noticed before the next look where they
+//! are other ones: whoever cannot rule that out reads the file into memory.
 
 #![allow(unsafe_code, reason = "mapping a file is unsafe by nature")]
 
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use memmap2::{Mmap, MmapMut};
 
@@ -36,6 +42,9 @@ pub enum Changed {
         /// Bytes when it was opened.
         want: u64,
     },
+    /// The file was written to: its bytes may be others than those that were checked.
+    #[error("the file was written to after it was opened")]
+    Written,
     /// The path names another file now. The mapping still holds the old one.
     #[error("the path names another file than the one that was opened")]
     Replaced,
@@ -52,6 +61,8 @@ pub struct FileBytes {
     held: Option<Mmap>,
     access: Access,
     len: u64,
+    /// When it was last written to, where the system tells.
+    written: Option<SystemTime>,
     #[cfg(unix)]
     inode: (u64, u64),
 }
@@ -79,7 +90,7 @@ impl FileBytes {
             (_, Access::Memory) => {
                 let size = usize::try_from(len).map_err(|_| io::ErrorKind::OutOfMemory)?;
                 let mut memory = MmapMut::map_anon(size)?;
-                file.read_exact(&mut memory)?;
+                fill(&mut file, &mut memory)?;
                 Some(memory.make_read_only()?)
             }
         };
@@ -88,6 +99,7 @@ impl FileBytes {
             held,
             access,
             len,
+            written: metadata.modified().ok(),
             #[cfg(unix)]
             inode: inode(&metadata),
             file,
@@ -106,19 +118,33 @@ impl FileBytes {
         self.access
     }
 
-    /// Whether a mapped file still has the length and (on Unix) the inode it was opened with. Bytes in memory always
-    /// are intact.
+    /// Whether a mapped file still holds the bytes that were opened: has its length, and was not written to. Bytes in
+    /// memory always are there.
+    ///
+    /// # Errors
+    ///
+    /// [`Changed`] says what happened.
+    pub fn still_readable(&self) -> Result<(), Changed> {
+        if self.access == Access::Memory {
+            return Ok(());
+        }
+        let metadata = self.file.metadata()?;
+        let seen = metadata.len();
+        if seen != self.len {
+            return Err(Changed::Length { seen, want: self.len });
+        }
+        if metadata.modified().ok() != self.written { Err(Changed::Written) } else { Ok(()) }
+    }
+
+    /// As [`still_readable`](Self::still_readable), and whether (on Unix) its path still names it.
     ///
     /// # Errors
     ///
     /// [`Changed`] says what happened.
     pub fn still_intact(&self) -> Result<(), Changed> {
+        self.still_readable()?;
         if self.access == Access::Memory {
             return Ok(());
-        }
-        let seen = self.file.metadata()?.len();
-        if seen != self.len {
-            return Err(Changed::Length { seen, want: self.len });
         }
         #[cfg(unix)]
         match std::fs::metadata(&self.path) {
@@ -129,6 +155,18 @@ impl FileBytes {
         }
         Ok(())
     }
+}
+
+/// Reads all of `memory`.
+fn fill(source: &mut impl Read, memory: &mut [u8]) -> io::Result<()> {
+    let wanted = memory.len();
+    source.read_exact(memory).map_err(|error| match error.kind() {
+        io::ErrorKind::UnexpectedEof => {
+            let why = format!("the file ended before its length of {wanted} bytes");
+            io::Error::new(error.kind(), why)
+        }
+        _ => error,
+    })
 }
 
 #[cfg(unix)]
@@ -186,6 +224,53 @@ mod tests {
         std::fs::rename(&other, &path).unwrap();
         assert!(matches!(mapped.still_intact(), Err(Changed::Replaced)));
         assert_eq!(mapped.bytes(), [7; 100]);
+    }
+
+    #[test]
+    fn a_file_that_is_written_to_is_noticed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        std::fs::write(&path, [7; 100]).unwrap();
+        let mapped = FileBytes::open(&path, Access::Mapped).unwrap();
+        let memory = FileBytes::open(&path, Access::Memory).unwrap();
+        // As long as before, but later.
+        let later = SystemTime::now() + std::time::Duration::from_secs(2);
+        std::fs::write(&path, [8; 100]).unwrap();
+        File::options().write(true).open(&path).unwrap().set_modified(later).unwrap();
+        assert!(matches!(mapped.still_readable(), Err(Changed::Written)));
+        assert!(matches!(mapped.still_intact(), Err(Changed::Written)));
+        memory.still_intact().unwrap();
+        assert_eq!(memory.bytes(), [7; 100]);
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_read_is_an_error() {
+        struct Broken(usize, io::ErrorKind);
+        impl Read for Broken {
+            fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+                let n = self.0.min(into.len());
+                self.0 -= n;
+                if n == 0 && self.1 != io::ErrorKind::UnexpectedEof { Err(self.1.into()) } else { Ok(n) }
+            }
+        }
+        let mut memory = [0; 64];
+        for good in [0, 1, 63] {
+            let end = fill(&mut Broken(good, io::ErrorKind::UnexpectedEof), &mut memory).unwrap_err();
+            assert_eq!(end.to_string(), "the file ended before its length of 64 bytes");
+            let denied = fill(&mut Broken(good, io::ErrorKind::PermissionDenied), &mut memory).unwrap_err();
+            assert_eq!(denied.kind(), io::ErrorKind::PermissionDenied);
+        }
+        fill(&mut Broken(64, io::ErrorKind::PermissionDenied), &mut memory).unwrap();
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_length_that_is_not_true_is_an_error() {
+        let lie = Path::new("/sys/kernel/mm/transparent_hugepage/enabled");
+        if lie.exists() {
+            assert!(FileBytes::open(lie, Access::Mapped).is_err());
+            assert_eq!(FileBytes::open(lie, Access::Memory).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! From a container to a model: every tensor is found and its shape checked before anything reads it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::Value;
@@ -9,7 +9,7 @@ use super::config::{ConfigError, TextConfig, token_ids};
 use super::container::{Container, ContainerError, Tensor};
 use super::geometry::{BlockKind, Geometry};
 use super::layout::{self, Kind};
-use super::mmap::Access;
+use super::mmap::{Access, Changed};
 use super::popularity;
 use super::tensors::{Codec, Matrix};
 use super::weights::{
@@ -74,6 +74,14 @@ pub enum ModelError {
         /// Its codec.
         seen: Codec,
     },
+    /// The file is not what was opened any more.
+    #[error("{}: {changed}", path.display())]
+    Changed {
+        /// The file.
+        path: PathBuf,
+        /// How.
+        changed: Changed,
+    },
     /// A list of hot experts that cannot be one.
     #[error("expert_hot: {0}")]
     ExpertHot(String),
@@ -102,6 +110,15 @@ pub struct Model {
 }
 
 impl Model {
+    /// Whether its files are still those that were opened (`mmap.rs`).
+    ///
+    /// # Errors
+    ///
+    /// [`ModelError::Changed`].
+    pub fn still_intact(&self) -> Result<(), ModelError> {
+        self.container.still_intact().map_err(|(path, changed)| ModelError::Changed { path, changed })
+    }
+
     /// The bytes of `tokenizer.json`.
     #[must_use]
     pub fn tokenizer(&self) -> Option<&[u8]> {

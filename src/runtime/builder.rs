@@ -24,17 +24,32 @@ use crate::plan::residency::{Bank, LayerFacts, Residency};
 use crate::text::prompt::Prompter;
 use crate::text::tokenizer::Tokenizer;
 
+/// What tests ask to go wrong on an adapter.
+#[cfg(feature = "gpu")]
+use crate::device::wgpu::faults::Faults;
+#[cfg(not(feature = "gpu"))]
+type Faults = ();
+
 /// Builds a [`Runtime`]; see [`Runtime::builder`].
 #[must_use]
 pub struct Builder {
     path: PathBuf,
     knobs: Knobs,
     on_progress: loader::OnProgress,
+    faults: Faults,
 }
 
 impl Builder {
     pub(super) fn new(path: PathBuf) -> Self {
-        Self { path, knobs: Knobs::default(), on_progress: Box::new(|_| {}) }
+        Self { path, knobs: Knobs::default(), on_progress: Box::new(|_| {}), faults: Faults::default() }
+    }
+
+    /// What goes wrong on an adapter; for tests.
+    #[cfg(feature = "gpu")]
+    #[doc(hidden)]
+    pub fn faults(mut self, faults: Faults) -> Self {
+        self.faults = faults;
+        self
     }
 
     /// The knobs; their defaults otherwise, whatever the environment says.
@@ -57,7 +72,7 @@ impl Builder {
     /// a system that refuses threads. Without a named device, an adapter that
     /// does not fit leads to the host, and a log line says why.
     pub async fn build(self) -> Result<Runtime, Error> {
-        let Self { path, knobs, on_progress } = self;
+        let Self { path, knobs, on_progress, faults } = self;
         // Never entered: open from here until the runtime stands.
         let load = info_span!(target: "riparian::load", "load", path = %path.display(), device = field::Empty);
         let (loader, loader_thread) = loader::spawn().map_err(|e| Error::thread("loader", &e))?;
@@ -67,12 +82,14 @@ impl Builder {
         let model = loader.open(path, access).await.ok_or(GONE)??;
 
         let (opened, options) = (Arc::clone(&model), knobs.clone());
-        let parts = offload("start", move || Parts::make(&opened, &options, on_progress)).await??;
+        let parts = offload("start", move || Parts::make(&opened, &options, &faults, on_progress)).await??;
         let Parts { device, companion, fallback, warm, prompter, perception, aligner } = parts;
         if let Some((residency, on_progress)) = warm {
             loader.warm(residency, on_progress).await.ok_or(GONE)?;
         }
 
+        // A file that changed under the load may have given anything.
+        model.still_intact()?;
         let facts = device.facts().clone();
         load.record("device", &*facts.name);
         info!(device = facts.name, positions = facts.kv_positions, full = facts.is_full(), "ready");
@@ -130,13 +147,18 @@ struct Parts {
 }
 
 impl Parts {
-    fn make(model: &Arc<Model>, knobs: &Knobs, mut on_progress: loader::OnProgress) -> Result<Self, Error> {
+    fn make(
+        model: &Arc<Model>,
+        knobs: &Knobs,
+        faults: &Faults,
+        mut on_progress: loader::OnProgress,
+    ) -> Result<Self, Error> {
         let tokenizer = model.tokenizer().map(Tokenizer::from_bytes).transpose()?;
         let prompter = tokenizer.map(|tokenizer| Prompter::new(tokenizer, &model.provenance));
         let aligner = model.alignment_tokenizer().map(|text| Tokenizer::from_bytes(text.as_bytes())).transpose()?;
         let perception = Perception::open(model)?.map(Arc::new);
-        let (host, residency) = (Host::new(model, knobs), residency(model, knobs, expert_bytes));
-        let (device, fallback, warm) = match gpu(model, knobs, &mut on_progress)? {
+        let (host, residency) = (Host::new(model, knobs)?, residency(model, knobs, expert_bytes));
+        let (device, fallback, warm) = match gpu(model, knobs, faults, &mut on_progress)? {
             Some(gpu) => (gpu, Some(host.fallback()), None),
             None => {
                 warn_of_unheeded(knobs, true);
@@ -154,10 +176,11 @@ struct Host {
 }
 
 impl Host {
-    fn new(model: &Arc<Model>, knobs: &Knobs) -> Self {
+    fn new(model: &Arc<Model>, knobs: &Knobs) -> Result<Self, Error> {
         let conventions =
             DraftConventions { pre_norm: knobs.mtp_pre, layer_norm: knobs.mtp_ln, hidden_first: knobs.mtp_hfirst };
-        let decoder = Decoder::new(Arc::clone(model), knobs.act, Pool::new(threads_of(knobs)));
+        let pool = Pool::try_new(threads_of(knobs)).map_err(|e| Error::thread("host pool", &e))?;
+        let decoder = Decoder::new(Arc::clone(model), knobs.act, pool);
         let decoder = Arc::new(decoder.with_draft_conventions(conventions));
         let defaults = HostOptions::for_decoder(&decoder);
         let options = HostOptions {
@@ -165,7 +188,7 @@ impl Host {
             drafts: defaults.drafts && knobs.mtp,
             ..defaults
         };
-        Self { decoder, options }
+        Ok(Self { decoder, options })
     }
 
     /// The device, its banks as full as the plan says.
@@ -231,12 +254,13 @@ fn warn_of_unheeded(knobs: &Knobs, on_host: bool) {
 fn gpu(
     model: &Arc<Model>,
     knobs: &Knobs,
+    faults: &Faults,
     on_progress: &mut loader::OnProgress,
 ) -> Result<Option<Box<dyn Device>>, DeviceError> {
     if !knobs.frame || knobs.device == DeviceChoice::Cpu {
         return Ok(None);
     }
-    match open_gpu(model, knobs, on_progress) {
+    match open_gpu(model, knobs, faults, on_progress) {
         Ok(device) => Ok(Some(device)),
         Err(why) if knobs.device == DeviceChoice::Auto => {
             info!(%why, "the host decodes");
@@ -255,30 +279,102 @@ const GPU_SLOTS: usize = 2;
 #[cfg(feature = "gpu")]
 const GPU_PASS_ROWS: [usize; 2] = [2048, 512];
 
+/// Bytes of a place: an expert takes a little more than in the file. What an adapter cannot lay out, opening refuses with
+/// its reason.
+#[cfg(feature = "gpu")]
+fn place_bytes(moe: &MoeWeights) -> u64 {
+    crate::device::wgpu::weights::place_of(moe).map_or_else(|_| expert_bytes(moe), |place| place.bytes)
+}
+
+/// The first adapter that takes the model; the error of the first one where none does.
 #[cfg(feature = "gpu")]
 fn open_gpu(
     model: &Arc<Model>,
     knobs: &Knobs,
+    faults: &Faults,
     on_progress: &mut loader::OnProgress,
 ) -> Result<Box<dyn Device>, DeviceError> {
-    use crate::device::wgpu::{Gpu, Setup, find, weights};
-    let unfit = |why: &str| Err(DeviceError::Unfit { why: why.into() });
-    let found = find(&knobs.device)?;
-    let found_name = found.info().name;
+    let candidates = crate::device::wgpu::candidates(&knobs.device, faults.takes_software())?;
     if knobs.prefill == crate::knobs::Prefill::Host {
-        return unfit("it prefills by itself, and CMF_NEMO_PREFILL asks for the host");
+        let why = "it prefills by itself, and CMF_NEMO_PREFILL asks for the host";
+        return Err(DeviceError::Unfit { why: why.into() });
     }
     warn_of_unheeded(knobs, false);
-    let context = found.open(None, knobs.coop)?;
+    first_that_opens(candidates, |found| open_fitting(found, model, knobs, faults, on_progress))
+}
+
+/// Opens one candidate after the other until one opens.
+#[cfg(feature = "gpu")]
+fn first_that_opens<C, T>(
+    candidates: Vec<C>,
+    mut open: impl FnMut(&C) -> Result<T, DeviceError>,
+) -> Result<T, DeviceError> {
+    let mut first = None;
+    for candidate in candidates {
+        match open(&candidate) {
+            Ok(opened) => return Ok(opened),
+            Err(error) => {
+                info!(%error, "an adapter was refused");
+                first.get_or_insert(error);
+            }
+        }
+    }
+    Err(first.expect("there is a candidate"))
+}
+
+/// Opens an adapter with all that was planned; where it has no room for that, with a single session, and then with ever
+/// fewer experts.
+#[cfg(feature = "gpu")]
+fn open_fitting(
+    found: &crate::device::wgpu::Found,
+    model: &Arc<Model>,
+    knobs: &Knobs,
+    faults: &Faults,
+    on_progress: &mut loader::OnProgress,
+) -> Result<Box<dyn Device>, DeviceError> {
+    let (mut slots, mut knobs) = (GPU_SLOTS, knobs.clone());
+    loop {
+        let (error, residency) = match open_on(found, model, &knobs, slots, faults, on_progress) {
+            Ok(device) => return Ok(device),
+            Err((error @ DeviceError::OutOfMemory { .. }, Some(residency))) => (error, residency),
+            Err((error, _)) => return Err(error),
+        };
+        if slots > 1 {
+            slots = 1;
+        } else {
+            // A quarter less, and at least a place of each layer.
+            let round: u64 = residency.banks.iter().map(|bank| bank.place_bytes).sum();
+            let less = residency.bytes() - round.max(residency.bytes() / 4).min(residency.bytes());
+            knobs.expert_gb = Some(less as f64 / 1e9);
+            let fewer = self::residency(model, &knobs, place_bytes);
+            if fewer.places() >= residency.places() {
+                return Err(error);
+            }
+        }
+        warn!(%error, slots, expert_gb = knobs.expert_gb, "the adapter has no room: again with less");
+    }
+}
+
+/// Opens an adapter; beside an error stands what was to be resident, if it came so far.
+#[cfg(feature = "gpu")]
+fn open_on(
+    found: &crate::device::wgpu::Found,
+    model: &Arc<Model>,
+    knobs: &Knobs,
+    slots: usize,
+    faults: &Faults,
+    on_progress: &mut loader::OnProgress,
+) -> Result<Box<dyn Device>, (DeviceError, Option<Residency>)> {
+    use crate::device::wgpu::{Gpu, Setup};
+    let found_name = found.info().name;
+    let context = found.open_with(None, knobs.coop, faults.clone()).map_err(|error| (error, None))?;
     let positions = knobs.ctx.map_or(model.geometry.max_positions.min(65_536), |ctx| ctx as usize);
-    // an expert takes a little more than in the file; what it cannot lay out, opening refuses with its reason
-    let place_bytes = |moe: &MoeWeights| weights::place_of(moe).map_or_else(|_| expert_bytes(moe), |place| place.bytes);
     let residency = residency(model, knobs, place_bytes);
     let experts: usize = residency.banks.iter().map(|bank| bank.experts).sum();
     let setup = Setup {
         activations: knobs.act,
         positions,
-        slots: GPU_SLOTS,
+        slots,
         pass_rows: GPU_PASS_ROWS[usize::from(residency.places() < experts)],
         window_bytes: u64::from(knobs.staging_mb) * 1_000_000,
         keep_logits: false,
@@ -295,7 +391,10 @@ fn open_gpu(
     let residents: Vec<_> = residency.banks.iter().map(|bank| bank.residents.clone()).collect();
     let mut progress = |done_bytes, total_bytes| on_progress(LoadProgress { done_bytes, total_bytes });
     let (geometry, decoder) = (&model.geometry, &model.decoder);
-    Ok(Box::new(Gpu::open_partial(context, geometry, decoder, &setup, Some(&residents), &mut progress)?))
+    match Gpu::open_partial(context, geometry, decoder, &setup, Some(&residents), &mut progress) {
+        Ok(gpu) => Ok(Box::new(gpu)),
+        Err(error) => Err((error, Some(residency))),
+    }
 }
 
 /// Without the `gpu` feature there is the host alone.
@@ -303,6 +402,7 @@ fn open_gpu(
 fn gpu(
     _model: &Arc<Model>,
     knobs: &Knobs,
+    _faults: &Faults,
     _on_progress: &mut loader::OnProgress,
 ) -> Result<Option<Box<dyn Device>>, DeviceError> {
     match &knobs.device {
@@ -325,11 +425,26 @@ mod tests {
         let with = |name: &str| {
             let mut knobs = Knobs::default();
             knobs.set(name, "1", Origin::Code).unwrap();
-            Host::new(&model, &knobs).decoder.draft_conventions()
+            Host::new(&model, &knobs).unwrap().decoder.draft_conventions()
         };
         let none = DraftConventions::default();
         assert_eq!(with("CMF_NEMO_MTP_PRE"), DraftConventions { pre_norm: true, ..none });
         assert_eq!(with("CMF_NEMO_MTP_LN"), DraftConventions { layer_norm: true, ..none });
         assert_eq!(with("CMF_NEMO_MTP_HFIRST"), DraftConventions { hidden_first: true, ..none });
+    }
+
+    #[cfg(feature = "gpu")]
+    #[test]
+    fn an_adapter_that_refuses_is_followed_by_the_next() {
+        let refuse = |name: &str| DeviceError::Unfit { why: format!("{name} refused a device") };
+        let backends = vec!["vulkan", "dx12", "metal"];
+        let mut asked = Vec::new();
+        let opened = first_that_opens(backends.clone(), |name| {
+            asked.push(*name);
+            if *name == "dx12" { Ok(*name) } else { Err(refuse(name)) }
+        });
+        assert_eq!((opened, asked), (Ok("dx12"), vec!["vulkan", "dx12"]));
+        let none = first_that_opens(backends, |name| Err::<(), _>(refuse(name)));
+        assert_eq!(none, Err(refuse("vulkan")), "the best one's reason is told");
     }
 }

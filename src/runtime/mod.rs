@@ -105,9 +105,12 @@ impl Runtime {
     ///
     /// # Errors
     ///
-    /// When the runtime has ended.
+    /// When the runtime has ended, or the model's file is not the one that was opened: shortened, written to or replaced.
+    /// Sessions that are open go on where a file was replaced, since the old one is still mapped. `CMF_NEMO_MMAP=0` makes
+    /// all of that of no matter.
     pub async fn session(&self, options: Options) -> Result<Session, Error> {
         let shared = Arc::clone(&self.shared);
+        shared.model.still_intact()?;
         let eos: Arc<[TokenId]> = options.eos.map_or_else(|| shared.model.eos.as_slice().into(), Into::into);
         let wanted = SessionOptions { eos: Arc::clone(&eos), ..SessionOptions::default() };
         let handle = shared.sessions.open(wanted).await?;

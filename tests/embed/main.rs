@@ -1,5 +1,7 @@
 //! The embedding API as an application uses it, on the bundled model and the host.
 
+mod faults;
+
 use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::pin::{Pin, pin};
@@ -22,16 +24,12 @@ fn asset(path: &str) -> PathBuf {
 }
 
 fn on_host() -> Knobs {
-    let mut knobs = Knobs::default();
-    knobs.device = DeviceChoice::Cpu;
-    knobs
+    Knobs { device: DeviceChoice::Cpu, ..Knobs::default() }
 }
 
 /// The host with a context of so many positions.
 fn with_context(positions: u32) -> Knobs {
-    let mut knobs = on_host();
-    knobs.ctx = Some(positions);
-    knobs
+    Knobs { ctx: Some(positions), ..on_host() }
 }
 
 async fn runtime_with(knobs: Knobs) -> Runtime {
@@ -279,8 +277,7 @@ async fn ending_the_runtime_ends_its_sessions() {
 async fn a_file_that_is_no_model_is_refused() {
     let missing = Runtime::builder("/nowhere/model.cmf").build().await;
     assert!(missing.is_err_and(|e| matches!(e, Error::Model(_)) && e.to_string().contains("/nowhere/model.cmf")));
-    let mut named = Knobs::default();
-    named.device = DeviceChoice::Adapter("No Such Adapter".into());
+    let named = Knobs { device: DeviceChoice::Adapter("No Such Adapter".into()), ..Knobs::default() };
     let adapter = Runtime::builder(asset("tiny-transcribe.cmf")).knobs(named).build().await;
     assert!(adapter.is_err_and(|e| e.to_string().contains("No Such Adapter")));
 }

@@ -23,7 +23,7 @@ use crate::host::{MODES, bank, budgets, counters, decode, decoders, prompt, star
 const PASS_ROWS: usize = 16;
 
 /// Logits nearer than this leave no clear winner, as a share of the largest; the int8 mode's own error is larger.
-const TIE: f32 = 2e-2;
+pub(crate) const TIE: f32 = 2e-2;
 
 fn open(decoder: &Decoder, places: usize) -> Gpu {
     let name = std::env::var("RIPARIAN_TEST_ADAPTER").unwrap_or_else(|_| "llvmpipe".into());
@@ -56,7 +56,7 @@ fn start(decoder: &Arc<Decoder>, places: usize) -> Running {
 }
 
 /// How clearly each id wins when the host goes along `ids`.
-fn margins(decoder: &Arc<Decoder>, prompt: &[f32], ids: &[TokenId]) -> Vec<f32> {
+pub(crate) fn margins(decoder: &Arc<Decoder>, prompt: &[f32], ids: &[TokenId]) -> Vec<f32> {
     let mut sequence = HostSequence::new(decoder.clone());
     let mut pick = sequence.feed(prompt, &mut ()).unwrap();
     let mut margins = vec![];

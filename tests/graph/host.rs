@@ -27,7 +27,7 @@ const FILES: [&str; 5] = ["tiny-f32", "kernel-q4tp", "nemo-q4tp", "nemo-exact-mt
 pub(crate) const MODES: [Activations; 2] = [Activations::F32, Activations::Int8];
 
 /// A trained model, so that drafts are kept; it travels with the source.
-const TRAINED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny-transcribe.cmf");
+pub(crate) const TRAINED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny-transcribe.cmf");
 
 /// Ids of one case.
 const IDS: usize = 24;
@@ -50,7 +50,7 @@ pub(crate) fn prompt(decoder: &Decoder, len: usize) -> Vec<f32> {
     rows
 }
 
-fn plain(decoder: &Arc<Decoder>, prompt: &[f32], n: usize) -> (Vec<TokenId>, HostSequence) {
+pub(crate) fn plain(decoder: &Arc<Decoder>, prompt: &[f32], n: usize) -> (Vec<TokenId>, HostSequence) {
     let mut sequence = HostSequence::new(decoder.clone());
     let mut ids = vec![sequence.feed(prompt, &mut ()).unwrap().id];
     while ids.len() < n {
@@ -70,7 +70,7 @@ fn loader(companion: Arc<HostCompanion>) -> Sender<Fetch> {
     sender
 }
 
-fn start(decoder: &Arc<Decoder>, host: HostOptions, fallback: Option<Fallback>, eager: bool) -> Running {
+pub(crate) fn start(decoder: &Arc<Decoder>, host: HostOptions, fallback: Option<Fallback>, eager: bool) -> Running {
     start_with(Box::new(HostDevice::new(decoder.clone(), host).unwrap()), decoder, fallback, eager)
 }
 

@@ -1,6 +1,7 @@
 //! Which adapter, with which limits and which kernel variant.
 
 use super::super::kernels::Team;
+use super::faults::Faults;
 use crate::device::DeviceError;
 use crate::knobs::DeviceChoice;
 
@@ -29,6 +30,9 @@ pub struct Context {
     pub timestamps: bool,
     /// Why and when the device was lost.
     pub lost: std::sync::Arc<std::sync::OnceLock<String>>,
+    /// What tests ask to go wrong.
+    #[doc(hidden)]
+    pub faults: Faults,
 }
 
 /// All adapters of this machine, as `doctor` lists them: `backend:index` and the adapter's facts.
@@ -70,27 +74,37 @@ fn rank(info: &wgpu::AdapterInfo) -> Option<u8> {
 ///
 /// [`DeviceError::Unfit`] with the adapters that there are.
 pub fn find(choice: &DeviceChoice) -> Result<Found, DeviceError> {
+    candidates(choice, false).map(|mut all| all.swap_remove(0))
+}
+
+/// All adapters that `choice` may mean, the best first: one that refuses a device is followed by the next. With `software`
+/// rasterisers stand last even where none is named, for tests.
+///
+/// # Errors
+///
+/// As [`find`]: there is at least one otherwise.
+pub fn candidates(choice: &DeviceChoice, software: bool) -> Result<Vec<Found>, DeviceError> {
     let all = adapters();
     let seen: Vec<String> = all.iter().map(|(name, a)| format!("{name} {}", a.get_info().name)).collect();
-    let found = match choice {
-        DeviceChoice::Auto => (all.into_iter())
-            .filter_map(|(_, adapter)| Some((rank(&adapter.get_info())?, adapter)))
-            .min_by_key(|(rank, _)| *rank)
-            .map(|(_, adapter)| adapter),
-        DeviceChoice::Cpu => None,
+    let mut found: Vec<(u8, wgpu::Adapter)> = match choice {
+        DeviceChoice::Auto => {
+            let rank = |info| rank(&info).or(software.then_some(u8::MAX));
+            all.into_iter().filter_map(|(_, adapter)| Some((rank(adapter.get_info())?, adapter))).collect()
+        }
+        DeviceChoice::Cpu => Vec::new(),
         DeviceChoice::Adapter(wanted) => {
             let wanted = wanted.to_lowercase();
-            (all.into_iter())
-                .find(|(name, a)| *name == wanted || a.get_info().name.to_lowercase().contains(&wanted))
-                .map(|(_, adapter)| adapter)
+            let means =
+                |name: &str, a: &wgpu::Adapter| *name == wanted || a.get_info().name.to_lowercase().contains(&wanted);
+            all.into_iter().filter(|(name, a)| means(name, a)).map(|(_, adapter)| (0, adapter)).collect()
         }
     };
-    found.map(|adapter| Found { adapter }).ok_or_else(|| DeviceError::Unfit {
-        why: format!(
-            "no adapter for {choice:?}; there are: {}",
-            if seen.is_empty() { "none".into() } else { seen.join(", ") }
-        ),
-    })
+    found.sort_by_key(|(rank, _)| *rank);
+    if found.is_empty() {
+        let seen = if seen.is_empty() { "none".into() } else { seen.join(", ") };
+        return Err(DeviceError::Unfit { why: format!("no adapter for {choice:?}; there are: {seen}") });
+    }
+    Ok(found.into_iter().map(|(_, adapter)| Found { adapter }).collect())
 }
 
 impl Found {
@@ -106,6 +120,16 @@ impl Found {
     ///
     /// [`DeviceError::Unfit`] where it refuses.
     pub fn open(self, team: Option<Team>, cooperative: bool) -> Result<Context, DeviceError> {
+        self.open_with(team, cooperative, Faults::default())
+    }
+
+    /// As [`Found::open`], with what tests ask to go wrong. The adapter can be opened again.
+    ///
+    /// # Errors
+    ///
+    /// As [`Found::open`].
+    #[doc(hidden)]
+    pub fn open_with(&self, team: Option<Team>, cooperative: bool, faults: Faults) -> Result<Context, DeviceError> {
         use wgpu::Features;
         let info = self.adapter.get_info();
         let offered = self.adapter.features();
@@ -139,8 +163,12 @@ impl Found {
             memory_hints: wgpu::MemoryHints::Performance,
             trace: wgpu::Trace::Off,
         };
-        let (device, queue) = pollster::block_on(self.adapter.request_device(&descriptor))
-            .map_err(|e| DeviceError::Unfit { why: format!("{} refused a device: {e}", info.name) })?;
+        let refused = |why: String| DeviceError::Unfit { why: format!("{} refused a device: {why}", info.name) };
+        if faults.refuses_device() {
+            return Err(refused("a test wants it so".into()));
+        }
+        let (device, queue) =
+            pollster::block_on(self.adapter.request_device(&descriptor)).map_err(|e| refused(e.to_string()))?;
         let lost = std::sync::Arc::new(std::sync::OnceLock::new());
         let (seen, failed) = (lost.clone(), lost.clone());
         device.set_device_lost_callback(move |reason, why| {
@@ -148,11 +176,13 @@ impl Found {
         });
         // an error nobody scoped would panic by default; here it ends the device, and the session moves to the host
         device.on_uncaptured_error(std::sync::Arc::new(move |error: wgpu::Error| {
-            tracing::error!(%error, "the device refused a command");
-            let _ = failed.set(error.to_string());
+            // once: whatever else is on its way then fails too
+            if failed.set(error.to_string()).is_ok() {
+                tracing::error!(%error, "the device refused a command");
+            }
         }));
         let timestamps = wanted.contains(stamps);
-        Ok(Context { device, queue, info, limits, team, cooperative, timestamps, lost })
+        Ok(Context { device, queue, info, limits, team, cooperative, timestamps, lost, faults })
     }
 }
 

@@ -12,6 +12,8 @@ pub mod contract;
 pub mod core;
 pub mod decode;
 pub mod describe;
+#[doc(hidden)]
+pub mod faults;
 pub mod landing;
 pub mod layout;
 pub mod measure;
@@ -26,7 +28,7 @@ pub mod weights;
 
 use std::sync::Arc;
 
-pub use adapter::{Context, find, list};
+pub use adapter::{Context, Found, candidates, find, list};
 pub use core::Setup;
 
 use super::{Device, DeviceError, DeviceKind, DraftAbility, Facts, Landings, Queue, Stager, UNLANDED_MAX};
@@ -104,7 +106,13 @@ impl Gpu {
             upload_staging: if core.mend.is_some() { UPLOAD_STAGING } else { 1 },
             landing_deadline: Some(std::time::Duration::from_secs(30)),
         };
-        let shared = Arc::new(Shared::new(context, geometry, &core, facts.staging, facts.upload_staging)?);
+        let shared = Arc::new(Shared::new(context.clone(), geometry, &core, facts.staging, facts.upload_staging)?);
+        // what is made on a lost device looks like any other: only a poll tells
+        let polled = context.device.poll(::wgpu::PollType::Poll).map_err(|e| DeviceError::Lost { why: e.to_string() });
+        if let Some(why) = context.lost.get() {
+            return Err(DeviceError::Lost { why: why.clone() });
+        }
+        polled?;
         let queue = GpuQueue::new(core, shared.clone());
         Ok(Self { facts, queue, landings: GpuLandings::new(shared) })
     }

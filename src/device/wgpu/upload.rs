@@ -1,9 +1,13 @@
 //! Bytes on their way to the device, within one staging window.
 
 use std::sync::Mutex;
+use std::time::Duration;
 
 use super::adapter::Context;
 use crate::device::DeviceError;
+
+/// Longest that a batch of an upload may take: what takes longer hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Writes buffers while keeping what is staged within a window.
 ///
@@ -81,8 +85,8 @@ impl<'c> Uploader<'c> {
     }
 
     fn wait(&self, index: wgpu::SubmissionIndex) -> Result<(), DeviceError> {
-        let waited = self.context.device.poll(wgpu::PollType::Wait { submission_index: Some(index), timeout: None });
-        waited.map_err(|e| DeviceError::Lost { why: e.to_string() })?;
+        let submission = wgpu::PollType::Wait { submission_index: Some(index), timeout: Some(PATIENCE) };
+        self.context.device.poll(submission).map_err(|e| DeviceError::Lost { why: e.to_string() })?;
         self.context.lost.get().map_or(Ok(()), |why| Err(DeviceError::Lost { why: why.clone() }))
     }
 }
@@ -112,6 +116,10 @@ pub fn buffer(
             ),
         });
     }
+    let refused = || DeviceError::OutOfMemory { what: what.to_owned(), bytes };
+    if context.faults.refuses_buffer(&context.device) {
+        return Err(refused());
+    }
     let scope = context.device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
     let made = context.device.create_buffer(&wgpu::BufferDescriptor {
         label: Some(what),
@@ -120,7 +128,7 @@ pub fn buffer(
         mapped_at_creation: false,
     });
     match pollster::block_on(scope.pop()) {
-        Some(_) => Err(DeviceError::OutOfMemory { what: what.to_owned(), bytes }),
+        Some(_) => Err(refused()),
         None => Ok(made),
     }
 }
