@@ -256,7 +256,7 @@ fn a_readback_that_dies_fails_the_sessions_with_its_name() {
         let mut handles: Vec<_> = (0..3)
             .map(|user| {
                 let handle = running.handle().try_open(SessionOptions::default()).unwrap();
-                let _ = handle.start_feed(rows(&script, user, 9)).unwrap();
+                drop(handle.start_feed(rows(&script, user, 9)).unwrap());
                 handle.decode(None).unwrap();
                 handle
             })
@@ -286,7 +286,7 @@ fn a_wait_that_panics_is_a_loss() {
                 let mut handle = running.handle().try_open(SessionOptions::default()).unwrap();
                 let prompt = rows(&script, 1, 9);
                 // A feed may be answered by the end of the session.
-                let _ = handle.start_feed(prompt.clone()).unwrap().blocking_recv().unwrap();
+                drop(handle.start_feed(prompt.clone()).unwrap().blocking_recv().unwrap());
                 handle.decode(None).unwrap();
                 let (ids, end) = drain(&mut handle);
                 let plain = script.model().plain(&prompt, &[], usize::MAX, 48);
@@ -319,7 +319,7 @@ fn a_job_that_panics_fails_its_session_and_no_other() {
         );
         for user in 0..3 {
             let mut handle = running.handle().try_open(SessionOptions::default()).unwrap();
-            let _ = handle.start_feed(rows(&misses, user, 9)).unwrap();
+            drop(handle.start_feed(rows(&misses, user, 9)).unwrap());
             handle.decode(None).unwrap();
             let (_, end) = drain(&mut handle);
             let Some(FinishReason::Failed(SessionError::Completion { why, .. })) = end else { panic!("{end:?}") };
@@ -562,7 +562,7 @@ impl Stage {
 
     fn begin(&mut self, user: u64) -> SessionHandle {
         let handle = self.open(user);
-        let _ = handle.start_feed(rows(&self.script, user, 10)).unwrap();
+        drop(handle.start_feed(rows(&self.script, user, 10)).unwrap());
         handle.decode(None).unwrap();
         handle
     }
@@ -656,7 +656,7 @@ fn a_session_can_be_cancelled_at_every_stage() {
         let script = Script { miss_one_in: 0, prefill_rows: 2, ..script(drafts) };
         cancelled_in("before the first row", script.clone(), |_, _| 0);
         let feed = |world: &mut Stage, handle: &mut SessionHandle| {
-            let _ = handle.start_feed(rows(&world.script, 1, 10)).unwrap();
+            drop(handle.start_feed(rows(&world.script, 1, 10)).unwrap());
             handle.decode(None).unwrap();
             world.settle(Movers::NoDevice);
         };

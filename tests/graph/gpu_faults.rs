@@ -346,7 +346,7 @@ fn a_slow_driver_is_no_loss() {
                 thread::sleep(Duration::from_millis((draw >> 33) % most));
                 Ok(())
             };
-            let mut nap = sleep.clone();
+            let mut nap = sleep;
             device.append = Box::new(move || sleep(6));
             device.wait = Box::new(move || nap(25));
             let running = start_with(Box::new(device), &decoder, Some(on_host(&decoder)), true);
