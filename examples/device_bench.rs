@@ -1,6 +1,7 @@
 //! Load, prefill and decode of a model on the wgpu device, without actors: what the kernels alone do.
 //!
-//! `device_bench MODEL.cmf [adapter=NAME] [act=int8|f32] [prompts=512,4096] [tokens=256] [steps=16] [pass=512]`
+//! `device_bench MODEL.cmf [adapter=NAME] [act=int8|f32] [prompts=512,4096] [tokens=256] [steps=16] [pass=512]
+//! [drafts=DEPTH]`
 //!
 //! Prints one JSON object. For files whose answer is known to be the previous id plus one it counts wrong ids.
 #![allow(clippy::print_stdout, reason = "a program")]
@@ -12,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
-use riparian::device::wgpu::{Gpu, Setup, find};
+use riparian::device::wgpu::{DraftSetup, Gpu, Setup, find};
 use riparian::device::{
     Device, Item, Landing, Landings as _, Pass, Point, Queue as _, Read, Record, Run, Staging, Stamp, Wait, Work,
 };
@@ -30,6 +31,8 @@ struct Bench {
     turn: u32,
     flights: u64,
     batch: u32,
+    offered: u32,
+    kept: u32,
 }
 
 impl Bench {
@@ -85,20 +88,55 @@ impl Bench {
     }
 
     /// Decodes `tokens` ids in flights of `steps`, two in flight.
-    fn decode(&mut self, tokens: usize, steps: u32) -> Result<Vec<TokenId>> {
-        let flights = tokens.div_ceil(steps as usize);
+    fn decode(&mut self, tokens: usize, steps: u32, work: &Work) -> Result<Vec<TokenId>> {
         let (mut waiting, mut ids) = (std::collections::VecDeque::new(), Vec::new());
-        for _ in 0..flights {
-            waiting.push_back(self.fly(steps, Work::Steps)?);
+        while ids.len() < tokens {
+            waiting.push_back(self.fly(steps, work.clone())?);
             if waiting.len() == 2 {
                 let staging = waiting.pop_front().context("two")?;
-                ids.extend(self.land(staging)?.out.ids);
+                self.take(staging, &mut ids)?;
             }
         }
         while let Some(staging) = waiting.pop_front() {
-            ids.extend(self.land(staging)?.out.ids);
+            self.take(staging, &mut ids)?;
         }
         Ok(ids)
+    }
+
+    fn take(&mut self, staging: Staging, ids: &mut Vec<TokenId>) -> Result<()> {
+        let out = self.land(staging)?.out;
+        ids.extend(out.ids);
+        for round in out.rounds {
+            self.offered += round.offered;
+            self.kept += round.kept;
+        }
+        Ok(())
+    }
+
+    /// Microseconds by class, over a few repeats.
+    fn profile(&mut self, what: &str, depth: usize) -> (f64, serde_json::Map<String, serde_json::Value>) {
+        const REPEATS: u32 = 8;
+        let (mut total, mut sums) = (0.0, Vec::<(String, u32, f64)>::new());
+        for _ in 0..REPEATS {
+            let queue = self.gpu.queue();
+            let seen = match what {
+                "step" => queue.profile(SLOT),
+                "draft" => queue.profile_draft(SLOT, depth.saturating_sub(1)),
+                _ => queue.profile_verify(SLOT, depth + 1),
+            };
+            for (class, n, took) in seen.unwrap_or_default() {
+                let us = took.as_secs_f64() * 1e6 / f64::from(REPEATS);
+                match sums.iter_mut().find(|(name, _, _)| name == class.name()) {
+                    Some((_, _, sum)) => *sum += us,
+                    None => sums.push((class.name().to_owned(), n, us)),
+                }
+                total += us;
+            }
+        }
+        let classes = (sums.into_iter())
+            .map(|(name, n, us)| (name, json!({ "dispatches": n, "us": (us * 10.0).round() / 10.0 })))
+            .collect();
+        (total, classes)
     }
 }
 
@@ -121,7 +159,7 @@ fn check(model: &Model, choice: &DeviceChoice, setup: &Setup, rows: usize) -> Re
     for (wide, coop) in [(false, false), (true, false), (true, true)] {
         let context = find(choice)?.open(None, coop)?;
         let gpu = Gpu::open(context, &model.geometry, &model.decoder, setup, &mut |_, _| {})?;
-        let mut bench = Bench { gpu, turn: 0, flights: 0, batch: 0 };
+        let mut bench = Bench { gpu, turn: 0, flights: 0, batch: 0, offered: 0, kept: 0 };
         bench.start()?;
         let ids = bench.prefill(&prompt, if wide { setup.pass_rows } else { 1 })?;
         let read = Item::Read { slot: SLOT, what: Read::State, staging: Staging(4) };
@@ -179,7 +217,7 @@ fn main() -> Result<()> {
     let context = find(&choice)?.open(None, options.get("coop") != Some(&"0"))?;
     let setup = Setup {
         activations: act,
-        positions: prompts.iter().max().copied().unwrap_or(0) + 2 * tokens + 64,
+        positions: prompts.iter().max().copied().unwrap_or(0) + 2 * tokens + 512,
         slots: 1,
         pass_rows: pass,
         window_bytes: 256_000_000,
@@ -188,7 +226,10 @@ fn main() -> Result<()> {
             let all = riparian::knobs::DispatchClass::ALL;
             all.into_iter().filter(|class| names.split(',').any(|name| name == class.name())).collect()
         }),
+        drafts: options.contains_key("drafts").then(DraftSetup::default),
     };
+    let depth = number("drafts", 0)?;
+    let work = if depth > 0 { Work::Rounds { depth } } else { Work::Steps };
     if let Some(rows) = options.get("check") {
         return check(&model, &choice, &setup, rows.parse()?);
     }
@@ -198,7 +239,7 @@ fn main() -> Result<()> {
     let load_peak_bytes = peak.load(Ordering::Relaxed);
     let name = gpu.facts().name.clone();
     let dispatches = { gpu.facts().layers };
-    let mut bench = Bench { gpu, turn: 0, flights: 0, batch: 0 };
+    let mut bench = Bench { gpu, turn: 0, flights: 0, batch: 0, offered: 0, kept: 0 };
 
     let mut runs = Vec::new();
     for prompt in prompts {
@@ -219,9 +260,10 @@ fn main() -> Result<()> {
         let prefill_s = begun.elapsed().as_secs_f64();
         ids.extend(&first);
         let mut all = first;
-        all.extend(bench.decode(32, steps)?);
+        all.extend(bench.decode(32, steps, &work)?);
+        (bench.offered, bench.kept) = (0, 0);
         let begun = Instant::now();
-        let more = bench.decode(tokens, steps)?;
+        let more = bench.decode(tokens, steps, &work)?;
         let decode_s = begun.elapsed().as_secs_f64();
         let decoded = more.len();
         all.extend(more);
@@ -231,24 +273,14 @@ fn main() -> Result<()> {
             wrong += usize::from(id.0 != (before + 1) % model.geometry.vocab as u32);
             before = id.0;
         }
-        let mut classes = serde_json::Map::new();
-        let mut total = 0.0;
-        let mut sums: Vec<(String, u32, f64)> = Vec::new();
-        const REPEATS: u32 = 8;
         let profiled = options.get("profile") != Some(&"0");
-        for _ in 0..if profiled { REPEATS } else { 0 } {
-            for (class, n, took) in bench.gpu.queue().profile(SLOT).unwrap_or_default() {
-                let us = took.as_secs_f64() * 1e6 / f64::from(REPEATS);
-                match sums.iter_mut().find(|(name, _, _)| name == class.name()) {
-                    Some((_, _, sum)) => *sum += us,
-                    None => sums.push((class.name().to_owned(), n, us)),
-                }
-                total += us;
-            }
-        }
-        for (name, n, us) in sums {
-            classes.insert(name, json!({ "dispatches": n, "us": (us * 10.0).round() / 10.0 }));
-        }
+        let whats: &[&str] = if depth > 0 { &["draft", "verify"] } else { &["step"] };
+        let profile: serde_json::Map<_, _> = (whats.iter().filter(|_| profiled))
+            .map(|what| {
+                let (us, classes) = bench.profile(what, depth);
+                ((*what).to_owned(), json!({ "us_with_timestamps": us, "classes": classes }))
+            })
+            .collect();
         runs.push(json!({
             "prompt": prompt,
             "prefill_s": prefill_s,
@@ -258,8 +290,10 @@ fn main() -> Result<()> {
             "ms_per_step": 1e3 * decode_s / decoded as f64,
             "wrong_ids": wrong,
             "ids": all.len(),
-            "step_us_with_timestamps": total,
-            "classes": classes,
+            "drafts": depth,
+            "offered": bench.offered,
+            "kept": bench.kept,
+            "profile": profile,
         }));
     }
     done.store(true, Ordering::Relaxed);

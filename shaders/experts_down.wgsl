@@ -36,6 +36,7 @@ override TOP_K: u32;
 override BLOCK: u32; // rows a workgroup computes
 override PICKS: u32; // ROWS * TOP_K
 override WEIGHTS: u32; // ROWS * PICKS
+override BY_PICK: bool; // the tables' entries are the rows' picks, [ROWS, TOP_K], instead of the union's experts
 
 var<workgroup> place_of: array<u32, PICKS>; // [union] first vec4 of the place, or NONE
 var<workgroup> pick_of: array<u32, WEIGHTS>; // [union, ROWS] row of `made`
@@ -55,6 +56,12 @@ fn main(ids: Ids) {
     let at = ids.group.z * union_words(TOP_K);
     let go = live();
     let runs = go || own_miss(params.layer);
+    if (BY_PICK) {
+        for (var t = thread(ids); t < PICKS; t += WG) {
+            place_of[t] = NONE;
+        }
+        workgroupBarrier();
+    }
     for (var t = thread(ids); t < ROWS * PICKS; t += WG) {
         let u = t / ROWS;
         let r = t % ROWS;
@@ -66,10 +73,20 @@ fn main(ids: Ids) {
         let pick = routes[entry + 3u + r];
         let used = u < count && place != NONE && (by >> r & 1u) == 1u;
         let row = (first + r) * TOP_K + select(0u, pick, used);
-        pick_of[t] = row;
-        weight_of[t] = select(0.0, bitcast<f32>(routes[params.weights_at + row]), used);
-        if (r == 0u) {
-            place_of[u] = select(NONE, place * params.place, u < count && place != NONE);
+        let weight = select(0.0, bitcast<f32>(routes[params.weights_at + row]), used);
+        if (BY_PICK) {
+            if (used) {
+                let j = r * TOP_K + pick;
+                place_of[j] = place * params.place;
+                pick_of[j] = row;
+                weight_of[j] = weight;
+            }
+        } else {
+            pick_of[t] = row;
+            weight_of[t] = weight;
+            if (r == 0u) {
+                place_of[u] = select(NONE, place * params.place, u < count && place != NONE);
+            }
         }
     }
     workgroupBarrier();

@@ -54,8 +54,10 @@ fn main(ids: Ids) {
     let base = select(0u, place * params.place, go);
     let block = ids.group.x * BLOCK;
     var held = ahead(ids, base + params.base, block + team(ids) * WIDE, params.rows - 1u);
+    wanted_rows = by;
     for (var r = 0u; r < ROWS; r++) {
-        for (var t = 0u; t < COLS / 16u; t += WG) {
+        // rows that did not choose the expert are left out
+        for (var t = 0u; t < COLS / 16u && (ROWS == 1u || wanted(r)); t += WG) {
             let unit = t + thread(ids);
             var v = Sixteen();
             if (unit < COLS / 16u) {

@@ -3,7 +3,7 @@
 // routing  f32: normed rows, then logits [rows, EXPERTS] at `logits`
 // map      u32: place of each expert of each layer, or NONE
 // routes   u32: see `routes.wgsl`
-// One workgroup for ROWS rows. w = p / (sum of the row's p + 1e-20) * scale, summed in ascending order of the experts.
+// One workgroup, ROWS rows at a time. w = p / (sum of the row's p + 1e-20) * scale, summed in ascending order of the experts.
 // `model.md` §1.5 steps 1 to 5; `protocol.md` §2.
 
 struct Params {
@@ -28,15 +28,12 @@ struct Params {
 @group(0) @binding(5) var<storage, read> map: array<u32>; // [layers, EXPERTS]
 @group(0) @binding(6) var<storage, read_write> routes: array<u32>;
 
-@compute @workgroup_size(WG)
-fn main(ids: Ids) {
-    let first = ids.group.x * ROWS;
-    let go = live();
-    choose(ids, first, flight.rows);
-    if (!go) {
-        return;
-    }
-    let at = ids.group.x * union_words(TOP_K);
+override BATCHES: u32; // of ROWS rows
+
+// What ROWS rows chose.
+fn publish(ids: Ids, batch: u32) {
+    let first = batch * ROWS;
+    let at = batch * union_words(TOP_K);
     for (var u = thread(ids); u < union_count; u += WG) {
         let e = chosen[u];
         let place = map[params.map + e];
@@ -75,5 +72,18 @@ fn main(ids: Ids) {
             routes[params.weights_at + (first + r) * TOP_K + before] =
                 bitcast<u32>(chance[r * EXPERTS + mine] * factor);
         }
+    }
+}
+
+@compute @workgroup_size(WG)
+fn main(ids: Ids) {
+    // one workgroup has all rows: it alone may halt the slot, and only when every row has chosen
+    let go = live();
+    for (var batch = 0u; batch < BATCHES; batch++) {
+        choose(ids, batch * ROWS, flight.rows);
+        if (go) {
+            publish(ids, batch);
+        }
+        workgroupBarrier();
     }
 }

@@ -132,6 +132,8 @@ fn main(ids: Ids) {
     for (var t = 0u; t < P_BLOCK; t += teams(ids)) {
         let p = t + team(ids);
         let channel = head * P + slice * P_BLOCK + min(p, P_BLOCK - 1u);
+        // a row's state goes on to the next in a register where a lane has one cell of it
+        var carried = vec4<f32>();
         for (var r = 0u; r < rows; r++) {
             let dt = step_size[r];
             let a = exp(dt * decay);
@@ -146,7 +148,9 @@ fn main(ids: Ids) {
                 if (p < P_BLOCK) {
                     // row 0 goes on from the kept snapshot, each later row from the one before it
                     var s: vec4<f32>;
-                    if (r > 0u) {
+                    if (r > 0u && N / 4u <= lanes(ids)) {
+                        s = carried;
+                    } else if (r > 0u) {
                         s = state[(r - 1u) * params.snapshot + cell];
                     } else if (n < lanes(ids) && t / teams(ids) < HELD) {
                         s = held[t / teams(ids)];
@@ -155,6 +159,7 @@ fn main(ids: Ids) {
                     }
                     s = a * s + (dt * x) * b;
                     state[r * params.snapshot + cell] = s;
+                    carried = s;
                     sum += dot(s, c);
                 }
             }

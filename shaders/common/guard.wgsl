@@ -24,7 +24,13 @@ struct Control {
     // end ids in `eos`
     eos_count: u32,
     batch: u32,
-    pad: u32,
+    // rows of the last batch that stand
+    kept: u32,
+    // rounds in the out record
+    round_count: u32,
+    pad_a: u32,
+    pad_b: u32,
+    pad_c: u32,
     eos: array<vec4<u32>, 4>,
 }
 

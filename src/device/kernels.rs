@@ -120,6 +120,14 @@ kernels! {
     FILL_STEP "fill_step" [Uniform Read Read Write] twins [];
     /// One missing expert of a pass, from its new place.
     FILL_PASS "fill_pass" [Uniform Read Read Read Write] twins [];
+    /// Ids of a batch that stand, and the embedding behind the last of them.
+    ACCEPT "accept" [Uniform Write Uniform Read Read Read Write Write Write Read Write Write] twins ["argmax" "embed"];
+    /// A draft and its embedding.
+    DRAFT_PICK "draft_pick" [Uniform Write Uniform Read Read Read Write Write Read] twins ["argmax" "embed"];
+    /// Rows as the draft layer reads them.
+    DRAFT_ROWS "draft_rows" [Uniform Read Uniform Read Read Read Write] twins ["rms_norm" "layer_norm"];
+    /// The draft layer's two inputs made one.
+    DRAFT_FUSE "draft_fuse" [Uniform Read Uniform Read Read Read Read Write Write] twins ["fuse"];
     /// The step's id and its embedding.
     PICK_EMBED "pick_embed" [Uniform Write Uniform Read Read Read Write Write] twins ["argmax" "embed"];
 }
@@ -128,9 +136,9 @@ commons! {
     "columns_bf16" "columns_f32" "columns_q4" "columns_q8" "coop_head" "encode_f32" "encode_fuse_params"
     "encode_gate_params" "encode_half" "encode_int8" "encode_rows_params" "group32" "half_q4" "half_q8" "matmat"
     "pass_experts" "pass_rows" "rows_of_fuse" "rows_of_gate" "rows_of_norm" "wide_reduce"
-    "cells" "choose" "parts_all" "parts_step" "picked_1" "picked_2" "picked_n" "unite_1" "unite_n" "embed_bf16" "embed_f32" "embed_q8" "exact_bf16" "exact_f32" "guard" "guard_read" "guard_write"
-    "halt_missing" "halt_never"     "in_f32" "in_linear" "in_nibble" "none" "norm" "out_f32" "out_linear" "out_nibble" "own_miss" "products_1" "products_2" "products_4" "products_n" "q4_f32"
-    "q4_int8" "q4_side" "q8_f32" "q8_int8" "quantize" "routes" "rows_1" "rows_2" "rows_4" "sixteen"
+    "cells" "choose" "parts_all" "parts_step" "picked_1" "picked_1_rows" "picked_2" "picked_n" "unite_1" "unite_n" "embed_bf16" "embed_f32" "embed_q8" "exact_bf16" "exact_f32" "guard" "guard_read" "guard_write"
+    "halt_missing" "halt_never"     "in_f32" "in_linear" "in_nibble" "none" "norm" "out_f32" "out_linear" "out_nibble" "own_miss" "products_1" "products_1_rows" "products_2" "products_2_rows" "products_4" "products_4_rows" "products_n" "q4_f32"
+    "q4_int8" "q4_side" "q8_f32" "q8_int8" "quantize" "routes" "rows_all" "rows_some" "rows_1" "rows_2" "rows_3" "rows_4" "rows_5" "sixteen"
     "source_group_norm" "source_plain" "staged" "team_none" "team_subgroup" "team_subgroup32" "vecs_f32" "vecs_int8"
     "vectors" "wide_1" "wide_2" "wide_4"
 }
@@ -296,7 +304,7 @@ pub struct Choice {
     pub int8: bool,
     /// Encoding of the activations that the kernel leaves, where it leaves any.
     pub out: Encoding,
-    /// Activation rows at once: 1, 2 or 4.
+    /// Activation rows at once, from 1 to 5.
     pub rows: usize,
     /// Weight rows a team computes at once: 1, 2 or 4.
     pub wide: usize,
@@ -308,6 +316,14 @@ pub struct Choice {
     pub pass: bool,
 }
 
+impl Choice {
+    /// Whether the experts' down goes over the rows' picks instead of the union's experts.
+    #[must_use]
+    pub fn by_pick(&self) -> bool {
+        self.team == Team::Subgroup32 && self.rows > 1 && self.wide == 1
+    }
+}
+
 impl Kernel {
     /// The kernel as `choice` wants it.
     #[must_use]
@@ -315,7 +331,9 @@ impl Kernel {
         let rows = match choice.rows {
             1 => "rows_1",
             2 => "rows_2",
+            3 => "rows_3",
             4 => "rows_4",
+            5 => "rows_5",
             n => panic!("no variant for {n} rows"),
         };
         let wide = match choice.wide {
@@ -327,17 +345,21 @@ impl Kernel {
         let input = choice.format.encoding(choice.int8);
         let mut commons = vec![choice.team.common(), "guard"];
         commons.push(match self.name {
-            "pick_embed" | "cure" => "guard_write",
+            "pick_embed" | "cure" | "accept" | "draft_pick" => "guard_write",
             "route" if !choice.full => "guard_write",
             _ => "guard_read",
         });
-        // one row at a time has bodies without arrays for real GPUs; unrolled, they cost CPU drivers seconds of compiling
-        let unrolled = choice.team == Team::Subgroup32 && choice.rows == 1;
-        let body: &[&str] = match choice.wide {
-            1 if unrolled => &["products_1"],
-            2 if unrolled => &["products_2"],
-            4 if unrolled => &["products_4"],
-            _ => &["products_n", wide],
+        // bodies without arrays for real GPUs; unrolled, they cost CPU drivers seconds of compiling
+        let unrolled = choice.team == Team::Subgroup32;
+        let which = if self.name == "experts_up" { "rows_some" } else { "rows_all" };
+        let body: &[&str] = match (choice.wide, choice.rows) {
+            (1, 1) if unrolled => &["products_1", which],
+            (2, 1) if unrolled => &["products_2", which],
+            (4, 1) if unrolled => &["products_4", which],
+            (1, _) if unrolled => &[which, "products_1_rows"],
+            (2, _) if unrolled => &[which, "products_2_rows"],
+            (4, _) if unrolled => &[which, "products_4_rows"],
+            _ => &["products_n", wide, which],
         };
         let mut products = vec!["sixteen", "none", "quantize", "vectors", rows];
         products.extend(body);
@@ -366,9 +388,10 @@ impl Kernel {
             }
             "experts_down" => {
                 commons.extend(["routes", "own_miss", "none", rows]);
-                commons.extend(match choice.wide {
-                    1 if unrolled => vec!["picked_1"],
-                    2 if unrolled => vec!["picked_2"],
+                commons.extend(match (choice.wide, choice.rows) {
+                    (1, 1) if unrolled => vec!["picked_1"],
+                    (2, 1) if unrolled => vec!["picked_2"],
+                    (1, _) if unrolled => vec!["picked_1_rows"],
                     _ => vec!["picked_n", wide],
                 });
                 commons.push(input.vecs_common());
@@ -387,7 +410,15 @@ impl Kernel {
                 commons.push(if choice.group_norm { "source_group_norm" } else { "source_plain" });
                 commons.extend(choice.format.codec(input));
             }
-            "pick_embed" => commons.extend(["sixteen", "none", "vectors", choice.format.embed()]),
+            "pick_embed" | "accept" | "draft_pick" => {
+                commons.extend(["sixteen", "none", "vectors", choice.format.embed()]);
+            }
+            "draft_rows" => commons.push("wide_reduce"),
+            "draft_fuse" => {
+                commons.extend(&products);
+                commons.extend(["staged", input.input()]);
+                commons.extend(choice.format.codec(input));
+            }
             "resume_step" | "resume_pass" | "cure" => commons.push("own_miss"),
             "fill_step" => commons.extend(["none", rows, "routes"]),
             "fill_pass" => commons.push("none"),
@@ -459,7 +490,7 @@ mod tests {
             for format in Format::ALL {
                 for int8 in [true, false] {
                     for out in [Encoding::Linear, Encoding::Nibble, Encoding::F32] {
-                        for (rows, wide) in [(1, 4), (1, 2), (1, 1), (4, 1), (2, 2)] {
+                        for (rows, wide) in [(1, 4), (1, 2), (1, 1), (4, 1), (2, 2), (3, 4), (5, 1)] {
                             let group_norm = rows != 2;
                             all.push(Choice {
                                 team,
@@ -484,7 +515,7 @@ mod tests {
         let mut all: Vec<Variant> = Vec::new();
         for kernel in KERNELS.iter().filter(|kernel| !kernel.is_pass()) {
             for choice in choices() {
-                if kernel.name == "pick_embed" && choice.format == Format::Q4 {
+                if ["pick_embed", "accept", "draft_pick"].contains(&kernel.name) && choice.format == Format::Q4 {
                     continue;
                 }
                 let variant = kernel.variant(&choice);

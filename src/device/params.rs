@@ -82,8 +82,16 @@ params! {
         eos_count: u32,
         /// Batches done since the start.
         batch: u32,
+        /// Rows of the last batch that stand.
+        kept: u32,
+        /// Rounds in the out record.
+        round_count: u32,
         /// Unused.
-        pad: u32,
+        pad_a: u32,
+        /// Unused.
+        pad_b: u32,
+        /// Unused.
+        pad_c: u32,
         /// End ids.
         eos: [u32; 16],
     }
@@ -352,6 +360,110 @@ params! {
 }
 
 params! {
+    /// `accept.wgsl`
+    Accept: "accept" "Params" {
+        /// Workgroups of the head.
+        groups: u32,
+        /// Rows of this part of the embedding.
+        rows: u32,
+        /// Id of its first row.
+        first_id: u32,
+        /// vec4.
+        base: u32,
+        /// Word.
+        side: u32,
+        /// vec4 or [`NONE`].
+        field: u32,
+        /// 1 for the last part.
+        last: u32,
+        /// Ids that the out record has room for; its rounds lie behind them.
+        room: u32,
+        /// Rounds that it has room for.
+        rounds: u32,
+        /// Unused.
+        pad_a: u32,
+        /// Unused.
+        pad_b: u32,
+        /// Unused.
+        pad_c: u32,
+    }
+}
+
+params! {
+    /// `draft_pick.wgsl`
+    DraftPick: "draft_pick" "Params" {
+        /// Workgroups of the head.
+        groups: u32,
+        /// Rows of this part of the embedding.
+        rows: u32,
+        /// Id of its first row.
+        first_id: u32,
+        /// vec4.
+        base: u32,
+        /// Word.
+        side: u32,
+        /// vec4 or [`NONE`].
+        field: u32,
+        /// 1 for the last part.
+        last: u32,
+        /// Which draft of the round.
+        at: u32,
+        /// Positions whose drafts are given, from the first on.
+        given: u32,
+        /// Unused.
+        pad_a: u32,
+        /// Unused.
+        pad_b: u32,
+        /// Unused.
+        pad_c: u32,
+    }
+}
+
+params! {
+    /// `draft_rows.wgsl`
+    DraftRows: "draft_rows" "Params" {
+        /// vec4.
+        norm: u32,
+        /// 0 as they are, 1 normed, 2 less their mean.
+        how: u32,
+        /// 1: a row kept from before comes first.
+        before: u32,
+        /// Unused.
+        pad: u32,
+    }
+}
+
+params! {
+    /// `draft_fuse.wgsl`
+    DraftFuse: "draft_fuse" "Params" {
+        /// vec4: the norm of the following rows.
+        enorm: u32,
+        /// vec4: the norm of the hidden rows.
+        hnorm: u32,
+        /// Rows of the matrix.
+        rows: u32,
+        /// vec4.
+        base: u32,
+        /// Word.
+        side: u32,
+        /// vec4 or [`NONE`].
+        field: u32,
+        /// 1: the hidden half first.
+        hidden_first: u32,
+        /// The first of the following rows.
+        start: u32,
+        /// 1: the last row that stands goes to `tail` too.
+        tail: u32,
+        /// Unused.
+        pad_a: u32,
+        /// Unused.
+        pad_b: u32,
+        /// Unused.
+        pad_c: u32,
+    }
+}
+
+params! {
     /// `take_rows.wgsl`
     TakeRows: "take_rows" "Params" {
         /// The first of the given rows.
@@ -390,6 +502,28 @@ params! {
         order: u32,
         /// Unused.
         pad: [u32; 2],
+    }
+}
+
+params! {
+    /// `encode_fuse_params.wgsl`
+    EncodeFuse: "prefill_encode" "Params" {
+        /// vec4: the norm of the following rows.
+        norm: u32,
+        /// vec4: the norm of the hidden rows.
+        other_norm: u32,
+        /// vec4 or [`NONE`].
+        field: u32,
+        /// vec4s from row to row of both sources.
+        stride: u32,
+        /// Columns of each half.
+        width: u32,
+        /// Of the norms.
+        eps: f32,
+        /// 1: the hidden half first.
+        hidden_first: u32,
+        /// MoE layer, or [`NONE`].
+        layer: u32,
     }
 }
 
@@ -616,6 +750,7 @@ mod tests {
     fn every_struct_of_a_pass_is_laid_out_as_naga_says() {
         compare_pass::<EncodeRows>(Source::Rows);
         compare_pass::<EncodeGate>(Source::Gate);
+        compare_pass::<EncodeFuse>(Source::Fuse);
         compare_pass::<Matmat>(Source::Rows);
         compare_pass::<PassRoute>(Source::Rows);
         compare_pass::<PassCount>(Source::Rows);
@@ -645,5 +780,9 @@ mod tests {
         compare::<Head>();
         compare::<PickEmbed>();
         compare::<TakeRows>();
+        compare::<Accept>();
+        compare::<DraftPick>();
+        compare::<DraftRows>();
+        compare::<DraftFuse>();
     }
 }

@@ -71,6 +71,24 @@ pub enum Name {
     State(BlockIx),
     /// Keys and values.
     Kv(BlockIx),
+    /// Rows of the last batch as the draft layer reads them.
+    Hidden,
+    /// Embeddings behind the rows that stand.
+    Next,
+    /// What the draft layer makes of both: its residual, a row for each.
+    DraftRows,
+    /// The residual of a draft, in turn.
+    DraftX(u8),
+    /// The draft layer's output row, less its mean (0), and normed (1).
+    DraftOut(u8),
+    /// Drafts of the round.
+    Drafts,
+    /// Drafts that tests give, by position.
+    DraftsGiven,
+    /// The slot's words as the draft layer's rows see them.
+    RowsControl,
+    /// The slot's words as a chain of drafts sees them.
+    ChainControl,
     /// Scratch of wide passes, by number.
     Wide(u8),
     /// A few bytes that nobody reads.

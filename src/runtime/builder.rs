@@ -379,6 +379,7 @@ fn open_on(
         window_bytes: u64::from(knobs.staging_mb) * 1_000_000,
         keep_logits: false,
         skip: knobs.skip.clone(),
+        drafts: None,
     };
     info!(
         device = found_name,

@@ -38,6 +38,7 @@ fn open(decoder: &Decoder, places: usize) -> Gpu {
         window_bytes: 64 << 20,
         keep_logits: false,
         skip: vec![],
+        drafts: None,
     };
     let residents: Vec<Vec<ExpertIx>> =
         bank(decoder, places).into_iter().map(|l| l.into_iter().flatten().collect()).collect();

@@ -18,13 +18,13 @@ use riparian::reference;
 use crate::gpu::{Buffer, Gpu, Random, Tolerance, UNWRITTEN, close};
 use crate::weights::{Arena, Laid, lay, padded, random};
 
-const NONE: u32 = u32::MAX;
+pub(crate) const NONE: u32 = u32::MAX;
 const SUM_ORDER: Tolerance = Tolerance { nmse: 1e-12, max_abs: 2e-6, why: "f32 sums in another order" };
 const CODE_FLIPS: Tolerance =
     Tolerance { nmse: 2e-6, max_abs: 5e-3, why: "a code may move by one where the norm or the division rounds" };
 
 /// One at a time: the driver's threads are all there is.
-fn gpu() -> MutexGuard<'static, Gpu> {
+pub(crate) fn gpu() -> MutexGuard<'static, Gpu> {
     static GPU: OnceLock<Mutex<Gpu>> = OnceLock::new();
     let gpu = GPU.get_or_init(|| Mutex::new(Gpu::open())).lock();
     gpu.unwrap_or_else(std::sync::PoisonError::into_inner)

@@ -46,6 +46,7 @@ fn open_with_room(case: &Case, activations: Activations, team: Option<Team>, bat
         window_bytes: 64 << 20,
         keep_logits: false,
         skip: vec![],
+        drafts: None,
     };
     Gpu::open(context, &case.geometry, case.weights(), &setup, &mut |_, _| {}).expect("the model on the device")
 }

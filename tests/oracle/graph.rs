@@ -7,6 +7,8 @@
 
 mod cancel;
 mod drafts;
+#[cfg(feature = "gpu")]
+mod gpu;
 mod trained;
 
 use std::path::Path;
@@ -21,7 +23,7 @@ use riparian::actors::loader;
 use riparian::actors::payload::{Counters, Event, FETCHES_MAX, Fetch, Fetched, FinishReason, Finished, SessionOptions};
 use riparian::actors::session::SessionHandle;
 use riparian::actors::{Graph, GraphOptions, Running, Setup};
-use riparian::device::Companion;
+use riparian::device::{Companion, Device};
 use riparian::device::host::{HostCompanion, HostDevice, HostOptions};
 use riparian::host::{Decoder, HostSequence, Pool, physical_cores};
 use riparian::ids::{ExpertIx, TokenId};
@@ -173,6 +175,12 @@ impl Source {
             drafts_by_host: way.drafter.is_some(),
             ..defaults
         };
+        self.start_on(Box::new(HostDevice::new(Arc::clone(&self.decoder), host).expect("a thread")), way)
+    }
+
+    /// The same over another device.
+    fn start_on(&self, device: Box<dyn Device>, way: &Way) -> Through {
+        let name = device.facts().name.clone();
         let mut options = GraphOptions {
             admission: Some(AdmissionOptions { positions_per_upload: 1, ..AdmissionOptions::default() }),
             ..GraphOptions::default()
@@ -181,7 +189,7 @@ impl Source {
         let ahead = &mut options.submitter.ahead;
         ahead.batches_max = way.batches.unwrap_or(ahead.batches_max);
         let running = Graph::assemble(Setup {
-            device: Box::new(HostDevice::new(Arc::clone(&self.decoder), host).expect("a thread")),
+            device,
             companion: Arc::new(HostCompanion::new(Arc::clone(&self.decoder))),
             fallback: None,
             fetches: Some(self.fetches.clone()),
@@ -190,7 +198,7 @@ impl Source {
             clock: Clock::machine(),
         });
         let running = running.start().expect("threads");
-        let label = format!("graph over the host device, {:?}", self.decoder.activations());
+        let label = format!("graph over {name}, {:?}", self.decoder.activations());
         Through { running, hidden: self.geometry().hidden, label }
     }
 

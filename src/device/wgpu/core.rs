@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use tracing::info;
+
 use super::super::kernels::{Choice, Encoding, Format, TAKE_ROWS};
 use super::super::params;
 use super::adapter::Context;
@@ -10,6 +12,7 @@ use super::layout::padded;
 use super::partial;
 use super::pipelines::{Key, Pipeline, Pipelines};
 use super::prefill::{self, PassFrame};
+use super::rounds::{self, DraftSetup, Rounds, RoundsBound};
 use super::slot::{Sizes, Slot};
 use super::upload::buffer;
 use super::weights::Weights;
@@ -90,6 +93,8 @@ pub struct Bound {
     pub pass: [Vec<wgpu::BindGroup>; 2],
     /// For [`Core::mend`].
     pub mend: Vec<wgpu::BindGroup>,
+    /// For [`Core::rounds`].
+    pub rounds: Option<RoundsBound>,
 }
 
 /// Everything on the device.
@@ -109,6 +114,8 @@ pub struct Core {
     pub pass: [Ready; 2],
     /// Cures and fills, with partial banks.
     pub mend: Option<Ready>,
+    /// Drafts, where they are made.
+    pub rounds: Option<Rounds>,
     /// Sessions.
     pub slots: Vec<Bound>,
     /// What they are sized by.
@@ -134,6 +141,8 @@ pub struct Setup {
     pub keep_logits: bool,
     /// Classes that are left out, to see what they cost (`CMF_NEMO_SKIP`); the ids are then wrong.
     pub skip: Vec<DispatchClass>,
+    /// How drafts are made; `None` makes none.
+    pub drafts: Option<DraftSetup>,
 }
 
 impl Core {
@@ -157,7 +166,18 @@ impl Core {
             Some(residents) => residents.iter().take(geometry.decoder_layers()).cloned().collect(),
             None => (0..geometry.decoder_layers()).map(|_| all()).collect(),
         };
-        let weights = Weights::upload(&context, setup.window_bytes, geometry, decoder, &residents, progress)?;
+        let drafts = setup.drafts.as_ref().and_then(|drafts| {
+            match rounds::rows_of(&context, geometry, decoder, setup.activations) {
+                Ok(rows) => Some((drafts, rows)),
+                Err(why) => {
+                    info!(why, "no drafts on the device");
+                    None
+                }
+            }
+        });
+        let (window, wanted) = (setup.window_bytes, drafts.is_some());
+        let weights = Weights::upload(&context, window, geometry, decoder, &residents, wanted, progress)?;
+        let snapshots = drafts.map_or(1, |(_, rows)| rows);
         let full = !weights.is_partial();
         let pass_rows = prefill::rows_that_fit(&context, geometry, &weights, setup.pass_rows);
         let mut pipelines = Pipelines::new(&context, None);
@@ -167,13 +187,15 @@ impl Core {
             team: context.team,
             activations: setup.activations,
             rows: 1,
-            snapshots: 1,
+            snapshots,
             full,
             keep_logits: setup.keep_logits,
+            drafts: drafts.map(|(drafts, _)| drafts.conventions),
         };
         let step = Ready::new(&context, &mut pipelines, left_in(record(frame), &setup.skip))?;
         let take = Ready::new(&context, &mut pipelines, take_plan(&context, padded(geometry.hidden), pass_rows))?;
-        let sizes = Sizes { positions: setup.positions, snapshots: 1, given: pass_rows };
+        let sizes = Sizes { positions: setup.positions, snapshots, given: pass_rows };
+        let one = frame;
         let frame = Frame { rows: pass_rows, ..frame };
         let [whole, split] = prefill::SPLITS
             .map(|splits| prefill::record(PassFrame { frame, cooperative: context.cooperative, splits }));
@@ -185,8 +207,23 @@ impl Core {
             Some(moe) => Some(Ready::new(&context, &mut pipelines, partial::plan(&context, geometry, moe))?),
             None => None,
         };
-        let shared =
+        let rounds = match drafts {
+            Some((drafts, _)) => {
+                let pass = PassFrame { frame, cooperative: context.cooperative, splits: 1 };
+                let finish = |plan| left_in(plan, &setup.skip);
+                Some(Rounds::new(&context, &mut pipelines, one, pass, drafts, finish)?)
+            }
+            None => None,
+        };
+        let mut shared =
             prefill::buffers(&context, geometry, &weights, pass_rows, |name| full || !prefill::survives(name))?;
+        if let Some((drafts, _)) = drafts {
+            let given: Vec<u32> = drafts.given.iter().flat_map(|ids| ids.iter().map(|id| id.0)).collect();
+            let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
+            let made = buffer(&context, "drafts given", 4 * given.len() as u64, usage)?;
+            context.queue.write_buffer(&made, 0, bytemuck::cast_slice(&given));
+            shared.insert(Name::DraftsGiven, made);
+        }
         let mut slots = Vec::new();
         for _ in 0..setup.slots {
             let mut buffers = shared.clone();
@@ -203,7 +240,8 @@ impl Core {
             let mend = mend.as_ref().map_or_else(Vec::new, |mend| {
                 slot.bind(&context, &weights, &mend.plan, &mend.pipelines, &mend.uniforms, Name::FlightCure)
             });
-            slots.push(Bound { slot, step, take, last, pass, mend });
+            let rounds = rounds.as_ref().map(|rounds| rounds.bind(&context, &weights, &slot));
+            slots.push(Bound { slot, step, take, last, pass, mend, rounds });
         }
         Ok(Self {
             context,
@@ -213,6 +251,7 @@ impl Core {
             take,
             pass,
             mend,
+            rounds,
             slots,
             sizes,
             activations: setup.activations,

@@ -8,6 +8,7 @@ use super::super::params::{self, NONE};
 use super::layout::{Laid, padded};
 use super::pipelines::Key;
 use super::weights::{AttentionLaid, BlockLaid, MambaLaid, MlpLaid, MoeLaid, Weights};
+use crate::host::DraftConventions;
 use crate::ids::BlockIx;
 use crate::knobs::{Activations, DispatchClass as Class};
 use crate::model::geometry::{AttentionGeometry, Geometry, MambaGeometry, MoeGeometry};
@@ -18,6 +19,9 @@ pub const WG: u32 = 256;
 
 /// Ids that the out record has room for.
 pub const OUT_ROOM: usize = 1024;
+
+/// Rounds that it has room for behind them.
+pub const ROUNDS_ROOM: usize = 256;
 
 /// Parts of a decode attention.
 pub const SPLITS: u32 = 64;
@@ -30,6 +34,9 @@ pub const RING: usize = 16;
 
 /// Channels of a head that a workgroup of the scan has.
 const P_BLOCK: u32 = 16;
+
+/// Rows of a batch that one dispatch can share weights between.
+pub const ROWS_MAX: usize = 5;
 
 /// Rows that a workgroup of the head computes.
 const HEAD_BLOCK: u32 = 128;
@@ -53,6 +60,8 @@ pub struct Frame<'m> {
     pub full: bool,
     /// Whether the head keeps its logits.
     pub keep_logits: bool,
+    /// How drafts are made, where they are; the weights then have the draft layer.
+    pub drafts: Option<DraftConventions>,
 }
 
 /// Channels of the scan that a workgroup has.
@@ -71,11 +80,7 @@ pub fn head_groups(weights: &Weights) -> u32 {
 /// Rows that one dispatch shares each weight read between.
 #[must_use]
 pub fn rows_at_once(rows: usize, encoding: Encoding) -> usize {
-    match (encoding, rows) {
-        (Encoding::F32, _) | (_, 0 | 1) => 1,
-        (_, 2) => 2,
-        _ => 4,
-    }
+    if encoding == Encoding::F32 { 1 } else { rows.clamp(1, ROWS_MAX) }
 }
 
 /// The key of a kernel: the overrides that its text names.
@@ -91,11 +96,15 @@ pub fn key(kernel: &Kernel, choice: &Choice, numbers: &[(&'static str, usize)], 
     Key { variant, numbers, floats }
 }
 
-struct Builder<'m> {
-    frame: Frame<'m>,
-    plan: Plan<Key>,
+pub(super) struct Builder<'m> {
+    pub(super) frame: Frame<'m>,
+    pub(super) plan: Plan<Key>,
     section: Section,
     block: Option<BlockIx>,
+    /// The residual.
+    pub(super) x: Name,
+    /// Which of the slot's words a dispatch looks at.
+    pub(super) control: Name,
 }
 
 /// Records a batch.
@@ -103,7 +112,7 @@ struct Builder<'m> {
 pub fn record(frame: Frame<'_>) -> Plan<Key> {
     let first = frame.weights.banks.is_empty();
     let section = if first { Section::Accept } else { Section::Route(crate::ids::LayerIx(0)) };
-    let mut b = Builder { frame, plan: Plan::default(), section, block: None };
+    let mut b = Builder { section, ..Builder::new(frame) };
     for (i, block) in frame.weights.blocks.iter().enumerate() {
         let block_ix = BlockIx::from(i);
         b.block = Some(block_ix);
@@ -116,16 +125,23 @@ pub fn record(frame: Frame<'_>) -> Plan<Key> {
     }
     b.section = Section::Accept;
     b.block = None;
-    b.head();
+    b.head(false);
+    if frame.drafts.is_some() { b.accept() } else { b.pick() }
     b.plan
 }
 
 impl<'m> Builder<'m> {
-    fn int8(&self) -> bool {
+    /// A plan of what belongs to no block.
+    pub(super) fn new(frame: Frame<'m>) -> Self {
+        let (x, control) = (Name::X, Name::Control);
+        Self { frame, plan: Plan::default(), section: Section::Accept, block: None, x, control }
+    }
+
+    pub(super) fn int8(&self) -> bool {
         self.frame.activations == Activations::Int8
     }
 
-    fn hidden(&self) -> usize {
+    pub(super) fn hidden(&self) -> usize {
         padded(self.frame.geometry.hidden)
     }
 
@@ -133,7 +149,7 @@ impl<'m> Builder<'m> {
         self.frame.geometry.mamba.as_ref().expect("checked on open")
     }
 
-    fn attention_geometry(&self) -> &'m AttentionGeometry {
+    pub(super) fn attention_geometry(&self) -> &'m AttentionGeometry {
         self.frame.geometry.attention.as_ref().expect("checked on open")
     }
 
@@ -141,7 +157,7 @@ impl<'m> Builder<'m> {
         self.frame.geometry.moe.as_ref().expect("checked on open")
     }
 
-    fn choice(&self, format: Format, wide: usize) -> Choice {
+    pub(super) fn choice(&self, format: Format, wide: usize) -> Choice {
         let encoding = format.encoding(self.int8());
         Choice {
             team: self.frame.team,
@@ -157,7 +173,7 @@ impl<'m> Builder<'m> {
     }
 
     /// Overrides of a matrix product whose activations are staged.
-    fn staged(&self, choice: &Choice, cols: usize) -> Vec<(&'static str, usize)> {
+    pub(super) fn staged(&self, choice: &Choice, cols: usize) -> Vec<(&'static str, usize)> {
         let encoding = choice.format.encoding(choice.int8);
         let scales = if encoding == Encoding::F32 { 1 } else { choice.rows * cols / 32 };
         vec![
@@ -170,21 +186,21 @@ impl<'m> Builder<'m> {
         ]
     }
 
-    fn batches(&self, at_once: usize) -> u32 {
+    pub(super) fn batches(&self, at_once: usize) -> u32 {
         self.frame.rows.div_ceil(at_once) as u32
     }
 
-    fn push(&mut self, key: Key, class: Class, params: &[u8], buffers: &[Name], groups: [u32; 3]) {
+    pub(super) fn push(&mut self, key: Key, class: Class, params: &[u8], buffers: &[Name], groups: [u32; 3]) {
         self.plan.push(key, class, (self.section, self.block), params, buffers, Grid::Fixed(groups));
     }
 
-    fn floats(&self) -> [(&'static str, f32); 1] {
+    pub(super) fn floats(&self) -> [(&'static str, f32); 1] {
         [("EPS", self.frame.geometry.norm_eps)]
     }
 
     /// Up to three matrices behind a norm, one dispatch where they are of one format, else one each.
     #[expect(clippy::too_many_arguments, reason = "what a dispatch reads and writes, each named once")]
-    fn norm_proj(
+    pub(super) fn norm_proj(
         &mut self,
         block: BlockIx,
         class: Class,
@@ -222,13 +238,13 @@ impl<'m> Builder<'m> {
             numbers.push(("BLOCK", BLOCK as usize));
             let key = key(&NORM_PROJ, &choice, &numbers, &self.floats());
             let arena = Name::Arena(block);
-            let buffers = [Name::Control, arena, arena, Name::X, out, kv];
+            let buffers = [self.control, arena, arena, self.x, out, kv];
             let y = self.batches(choice.rows);
             self.push(key, class, bytemuck::bytes_of(&params), &buffers, [groups, y, 1]);
         }
     }
 
-    fn close_proj(&mut self, block: BlockIx, class: Class, laid: Laid, group_norm: Option<u32>) {
+    pub(super) fn close_proj(&mut self, block: BlockIx, class: Class, laid: Laid, group_norm: Option<u32>) {
         const BLOCK: u32 = 8;
         let mut choice = self.choice(laid.format, 1);
         choice.group_norm = group_norm.is_some();
@@ -251,7 +267,7 @@ impl<'m> Builder<'m> {
         let key = key(&CLOSE_PROJ, &choice, &numbers, &self.floats());
         let arena = Name::Arena(block);
         let squares = if group_norm.is_some() { Name::Squares } else { Name::Nothing };
-        let buffers = [Name::Control, arena, arena, Name::Inner, squares, Name::X];
+        let buffers = [self.control, arena, arena, Name::Inner, squares, self.x];
         let groups = [(laid.rows as u32).div_ceil(BLOCK), self.batches(choice.rows), 1];
         self.push(key, class, bytemuck::bytes_of(&params), &buffers, groups);
     }
@@ -276,7 +292,7 @@ impl<'m> Builder<'m> {
             dt_max: g.dt_limit[1].min(f32::MAX),
         };
         let mut choice = self.choice(Format::F32, 1);
-        choice.rows = if self.frame.rows == 1 { 1 } else { 4 };
+        choice.rows = self.frame.rows.min(ROWS_MAX);
         let p = p_block(g);
         let numbers = [
             ("HEADS", g.heads),
@@ -292,7 +308,7 @@ impl<'m> Builder<'m> {
         ];
         let key = key(&SSM_STEP, &choice, &numbers, &[]);
         let buffers = [
-            Name::Control,
+            self.control,
             Name::Arena(block),
             Name::Proj,
             Name::Ring(block),
@@ -314,7 +330,13 @@ impl<'m> Builder<'m> {
             Opening { laid: lv, kept: true, offset: kv, stride: 2 * kv },
         ];
         self.norm_proj(block, Class::Qkv, laid.norm, false, &openings, Name::Proj, Name::Kv(block));
+        self.attend(block, laid.o);
+    }
 
+    /// What follows queries, keys and values.
+    pub(super) fn attend(&mut self, block: BlockIx, o: Laid) {
+        let g = self.attention_geometry();
+        let q = g.q_width();
         let queries = g.heads / g.kv_heads;
         let rows = self.frame.rows as u32;
         let choice = self.choice(Format::F32, 1);
@@ -335,17 +357,17 @@ impl<'m> Builder<'m> {
             key(&ATTN_SPLIT, &choice, &numbers, &[]),
             Class::Attn,
             bytemuck::bytes_of(&params),
-            &[Name::Control, Name::Proj, Name::Kv(block), Name::Parts],
+            &[self.control, Name::Proj, Name::Kv(block), Name::Parts],
             [g.kv_heads as u32, SPLITS, rows],
         );
         self.push(
             key(&ATTN_MERGE, &choice, &numbers, &[]),
             Class::Attn,
             &[],
-            &[Name::Control, Name::Parts, Name::Inner],
+            &[self.control, Name::Parts, Name::Inner],
             [g.heads as u32, rows, 1],
         );
-        self.close_proj(block, Class::OProj, laid.o, None);
+        self.close_proj(block, Class::OProj, o, None);
     }
 
     fn mlp(&mut self, block: BlockIx, laid: &MlpLaid) {
@@ -355,13 +377,13 @@ impl<'m> Builder<'m> {
         self.close_proj(block, Class::OutProj, down, None);
     }
 
-    fn moe(&mut self, block: BlockIx, laid: &MoeLaid) {
+    pub(super) fn moe(&mut self, block: BlockIx, laid: &MoeLaid) {
         const BLOCK: usize = 32;
         const ROUTER_BLOCK: usize = 8;
         const DOWN_BLOCK: u32 = 8;
         let g = self.moe_geometry();
         let (hidden, layer) = (self.hidden(), laid.layer);
-        let bank = &self.frame.weights.banks[layer.index()];
+        let bank = self.frame.weights.bank(layer);
         let [up, down] = laid.shared;
         let [expert_up, expert_down] = bank.place.mlp;
         let logits = (self.buffer_rows() * hidden) as u32;
@@ -398,7 +420,7 @@ impl<'m> Builder<'m> {
             key(&MOE_IN, &choice, &numbers, &self.floats()),
             Class::Router,
             bytemuck::bytes_of(&params),
-            &[Name::Control, arena, arena, Name::X, Name::Routing, Name::SharedAct, Name::SharedScale],
+            &[self.control, arena, arena, self.x, Name::Routing, Name::SharedAct, Name::SharedScale],
             groups,
         );
 
@@ -420,7 +442,7 @@ impl<'m> Builder<'m> {
                 Class::ShDown,
                 bytemuck::bytes_of(&params),
                 &[
-                    Name::Control,
+                    b.control,
                     arena,
                     arena,
                     Name::SharedAct,
@@ -439,6 +461,8 @@ impl<'m> Builder<'m> {
         }
         let mut choice = self.choice(expert_up.format, 1);
         let at_once = choice.rows.min(rows_at_once(self.frame.rows, expert_down.format.encoding(self.int8())));
+        let single = !self.frame.full && self.frame.weights.chooses_singly(self.frame.activations);
+        let at_once = if single { 1 } else { at_once };
         choice.rows = at_once;
         let batches = self.batches(at_once);
         let weights_at = batches * (1 + at_once * g.top_k * (3 + at_once)) as u32;
@@ -461,13 +485,14 @@ impl<'m> Builder<'m> {
             ("PICKS", at_once * g.top_k),
             ("GROUPS", at_once * g.n_group),
             ("AT_CELLS", at_once * at_once * g.top_k),
+            ("BATCHES", batches as usize),
         ];
         self.push(
             key(&ROUTE, &choice, &numbers, &[]),
             Class::Router,
             bytemuck::bytes_of(&params),
-            &[Name::Control, arena, Name::Routing, Name::Map, routes],
-            [batches, 1, 1],
+            &[self.control, arena, Name::Routing, Name::Map, routes],
+            [1, 1, 1],
         );
         self.section = Section::Experts(layer);
         if !self.frame.full {
@@ -501,7 +526,7 @@ impl<'m> Builder<'m> {
             Class::ExpUp,
             bytemuck::bytes_of(&params),
             &[
-                Name::Control,
+                self.control,
                 bank_name,
                 bank_name,
                 Name::Routing,
@@ -537,20 +562,21 @@ impl<'m> Builder<'m> {
             ("BLOCK", DOWN_BLOCK as usize),
             ("PICKS", at_once * g.top_k),
             ("WEIGHTS", at_once * at_once * g.top_k),
+            ("BY_PICK", usize::from(choice.by_pick())),
         ];
         self.push(
             key(&EXPERTS_DOWN, &choice, &numbers, &[]),
             Class::ExpDown,
             bytemuck::bytes_of(&params),
             &[
-                Name::Control,
+                self.control,
                 bank_name,
                 bank_name,
                 Name::PickAct,
                 Name::PickScale,
                 routes,
                 Name::SharedOut(layer),
-                Name::X,
+                self.x,
                 Name::Partial,
             ],
             [(expert_down.rows as u32).div_ceil(DOWN_BLOCK), 1, batches],
@@ -565,14 +591,15 @@ impl<'m> Builder<'m> {
         super::slot::ROWS
     }
 
-    fn head(&mut self) {
+    /// Logits of the decoder's rows, or of the draft layer's.
+    pub(super) fn head(&mut self, draft: bool) {
         let groups = head_groups(self.frame.weights);
         let mut first_group = 0;
         for (i, part) in self.frame.weights.head.iter().enumerate() {
             let choice = self.choice(part.laid.format, 4);
             let own = (part.laid.rows as u32).div_ceil(HEAD_BLOCK);
             let params = params::Head {
-                norm: part.norm,
+                norm: if draft { part.draft_norm } else { part.norm },
                 rows: part.laid.rows as u32,
                 first_id: part.first as u32,
                 base: part.laid.base,
@@ -581,7 +608,7 @@ impl<'m> Builder<'m> {
                 groups,
                 first_group,
                 vocab: self.frame.geometry.vocab as u32,
-                keep_logits: u32::from(self.frame.keep_logits),
+                keep_logits: u32::from(self.frame.keep_logits && !draft),
                 pad: [0; 2],
             };
             first_group += own;
@@ -592,10 +619,15 @@ impl<'m> Builder<'m> {
                 key(&HEAD, &choice, &numbers, &self.floats()),
                 Class::Head,
                 bytemuck::bytes_of(&params),
-                &[Name::Control, name, name, Name::X, Name::Best, Name::Logits],
+                &[self.control, name, name, self.x, Name::Best, Name::Logits],
                 [own, self.batches(choice.rows), 1],
             );
         }
+    }
+
+    /// The id of a step, and its embedding.
+    fn pick(&mut self) {
+        let groups = head_groups(self.frame.weights);
         let last = self.frame.weights.embedding.len() - 1;
         for (i, part) in self.frame.weights.embedding.iter().enumerate() {
             let choice = self.choice(part.laid.format, 1);
@@ -616,7 +648,7 @@ impl<'m> Builder<'m> {
                 key(&PICK_EMBED, &choice, &numbers, &[]),
                 Class::Final,
                 bytemuck::bytes_of(&params),
-                &[Name::Control, name, name, Name::Best, Name::Out, Name::X],
+                &[self.control, name, name, Name::Best, Name::Out, self.x],
                 [1, 1, 1],
             );
         }
@@ -624,9 +656,9 @@ impl<'m> Builder<'m> {
 }
 
 /// One matrix of an opening projection and where its outputs go.
-struct Opening {
-    laid: Laid,
-    kept: bool,
-    offset: usize,
-    stride: usize,
+pub(super) struct Opening {
+    pub(super) laid: Laid,
+    pub(super) kept: bool,
+    pub(super) offset: usize,
+    pub(super) stride: usize,
 }

@@ -9,11 +9,13 @@ use parking_lot::Mutex;
 use super::super::params::Control;
 use super::adapter::Context;
 use super::core::Core;
-use super::decode::{OUT_ROOM, RING};
+use super::decode::{OUT_ROOM, RING, ROUNDS_ROOM};
+use super::layout::padded;
 use super::partial::{Form, MissLaid};
+use super::slot::ROWS;
 use super::upload::buffer;
 use crate::device::{
-    DeviceError, Landing, Landings, Out, Phase, Point, Record, Seed, Stamp, Stop, StopKind, UploadStaging, Wait,
+    DeviceError, Landing, Landings, Out, Phase, Point, Record, Round, Seed, Stamp, Stop, StopKind, UploadStaging, Wait,
 };
 use crate::ids::{BlockIx, FlightId, LayerIx, Position, TokenId, Turn};
 use crate::model::geometry::{BlockKind, Geometry};
@@ -33,8 +35,8 @@ pub mod stop {
     pub const RETIRED: u32 = 5;
 }
 
-/// Bytes of a record: the slot's words, then the ids.
-pub const RECORD_BYTES: u64 = (size_of::<Control>() + 4 * OUT_ROOM) as u64;
+/// Bytes of a record: the slot's words, the ids, then the rounds.
+pub const RECORD_BYTES: u64 = (size_of::<Control>() + 4 * (OUT_ROOM + ROUNDS_ROOM)) as u64;
 
 const WAITING: u8 = 0;
 const MAPPED: u8 = 1;
@@ -70,6 +72,10 @@ pub struct Shared {
     uploads: Mutex<Vec<Option<Upload>>>,
     /// What records hold for partial banks.
     miss: Option<MissLaid>,
+    /// Snapshots of the scan's state.
+    snapshots: usize,
+    /// Whether the draft layer's state is there too.
+    drafts: bool,
 }
 
 #[derive(Debug)]
@@ -93,14 +99,15 @@ impl Shared {
     ) -> Result<Self, DeviceError> {
         let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
         let moe = geometry.moe.as_ref().filter(|_| core.mend.is_some());
-        let miss = moe.map(|moe| MissLaid::new(geometry, moe));
-        let largest = [Form::Step, Form::Pass(core.sizes.given as u32)];
+        let miss = moe.map(|moe| MissLaid::new(core, moe));
+        let largest = [Form::Verify(core.sizes.snapshots as u32), Form::Pass(core.sizes.given as u32)];
         let more = miss.map_or(0, |miss| largest.map(|form| miss.bytes(form)).into_iter().max().unwrap_or(0));
         let records =
             (0..staging).map(|_| buffer(&context, "record", RECORD_BYTES + more, usage)).collect::<Result<_, _>>()?;
         let pending = Mutex::new((0..staging).map(|_| None).collect());
         let uploads = Mutex::new((0..upload_staging).map(|_| None).collect());
-        Ok(Self { context, geometry: geometry.clone(), records, pending, uploads, miss })
+        let (snapshots, drafts) = (core.sizes.snapshots, core.rounds.is_some());
+        Ok(Self { context, geometry: geometry.clone(), records, pending, uploads, miss, snapshots, drafts })
     }
 
     /// What records hold for partial banks.
@@ -206,7 +213,11 @@ impl Shared {
         let (bytes, more) = bytes.split_at(RECORD_BYTES as usize);
         let (head, ids) = bytes.split_at(size_of::<Control>());
         let control: Control = bytemuck::pod_read_unaligned(head);
-        let ids: Vec<u32> = bytemuck::pod_collect_to_vec(&ids[..4 * (control.out_count as usize).min(OUT_ROOM)]);
+        let words = |from: usize, n: u32, room: usize| -> Vec<u32> {
+            bytemuck::pod_collect_to_vec(&ids[4 * from..4 * (from + (n as usize).min(room))])
+        };
+        let rounds = words(OUT_ROOM, control.round_count, ROUNDS_ROOM);
+        let ids = words(0, control.out_count, OUT_ROOM);
         let kind = match control.stop {
             stop::MISS => Some(StopKind::Miss),
             stop::SHORT => Some(StopKind::Short),
@@ -230,7 +241,7 @@ impl Shared {
         let mut out = Out {
             flight: flight_of(control.out_flight),
             ids: ids.into_iter().map(TokenId).collect(),
-            rounds: Vec::new(),
+            rounds: rounds.into_iter().map(|word| Round { offered: word >> 16, kept: word & 0xffff }).collect(),
             routed: Vec::new(),
         };
         let mut missed = None;
@@ -276,22 +287,37 @@ impl Shared {
                             *cell = ring[(position - back) % RING * channels + channel];
                         }
                     }
-                    state.blocks[i] = BlockState::Mamba(MambaState { conv, ssm: next(g.ssm_state_len()).to_vec() });
+                    let snapshots = next(self.snapshots * g.ssm_state_len());
+                    let ssm = snapshots[control.scan_at as usize * g.ssm_state_len()..][..g.ssm_state_len()].to_vec();
+                    state.blocks[i] = BlockState::Mamba(MambaState { conv, ssm });
                 }
                 BlockKind::Attention => {
                     let width = self.geometry.attention.as_ref().expect("checked on open").kv_width();
-                    let mut kv = KvState::default();
-                    for row in next(room * 2 * width).chunks_exact(2 * width).take(position) {
-                        kv.k.extend_from_slice(&row[..width]);
-                        kv.v.extend_from_slice(&row[width..]);
-                    }
-                    state.blocks[i] = BlockState::Attention(kv);
+                    state.blocks[i] = BlockState::Attention(kv_of(next(room * 2 * width), width, position));
                 }
                 BlockKind::Moe | BlockKind::Mlp => {}
             }
         }
-        Seed { state, hidden: Vec::new() }
+        let mut hidden = Vec::new();
+        if self.drafts && position > 0 {
+            // the last position's row waits for what follows: its keys and values are made with that
+            let width = self.geometry.attention.as_ref().expect("the draft layer attends").kv_width();
+            state.draft = kv_of(next(room * 2 * width), width, position - 1);
+            let row = (control.kept as usize - 1) * padded(self.geometry.hidden);
+            hidden = next(ROWS * padded(self.geometry.hidden))[row..][..self.geometry.hidden].to_vec();
+        }
+        Seed { state, hidden }
     }
+}
+
+/// Keys and values of the first positions, from rows that hold both.
+fn kv_of(rows: &[f32], width: usize, positions: usize) -> KvState {
+    let mut kv = KvState::default();
+    for row in rows.chunks_exact(2 * width).take(positions) {
+        kv.k.extend_from_slice(&row[..width]);
+        kv.v.extend_from_slice(&row[width..]);
+    }
+    kv
 }
 
 fn flight_of([low, high]: [u32; 2]) -> FlightId {

@@ -21,6 +21,7 @@ pub mod partial;
 pub mod pipelines;
 pub mod prefill;
 pub mod queue;
+pub mod rounds;
 pub mod slot;
 pub mod staged;
 pub mod upload;
@@ -30,6 +31,7 @@ use std::sync::Arc;
 
 pub use adapter::{Context, Found, candidates, find, list};
 pub use core::Setup;
+pub use rounds::DraftSetup;
 
 use super::{Device, DeviceError, DeviceKind, DraftAbility, Facts, Landings, Queue, Stager, UNLANDED_MAX};
 use crate::ids::ExpertIx;
@@ -100,8 +102,8 @@ impl Gpu {
                 .collect::<Vec<Vec<Option<ExpertIx>>>>(),
             spare_place: false,
             prefill_rows: core.sizes.given,
-            verify_rows: 1,
-            drafts: DraftAbility::None,
+            verify_rows: core.sizes.snapshots,
+            drafts: if core.rounds.is_some() { DraftAbility::OnDevice } else { DraftAbility::None },
             staging: UNLANDED_MAX + 4,
             upload_staging: if core.mend.is_some() { UPLOAD_STAGING } else { 1 },
             landing_deadline: Some(std::time::Duration::from_secs(30)),

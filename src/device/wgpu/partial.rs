@@ -12,12 +12,12 @@ use super::super::params::{Flight, NONE};
 use super::super::pass::TILE_ROWS;
 use super::adapter::Context;
 use super::core::Core;
-use super::decode::{WG, key};
+use super::decode::{ROWS_MAX, WG, key};
 use super::layout::{padded, rows_padded};
 use super::pipelines::Key;
 use super::prefill;
 use super::queue::GpuQueue;
-use super::slot::{COMPLETED_ROOM, counts_at, weights_at};
+use super::slot::{COMPLETED_ROOM, counts_at};
 use super::staged::Staged;
 use super::upload::Uploader;
 use super::weights::write_expert;
@@ -33,6 +33,8 @@ use crate::plan::record::{Dispatch, Grid, Name, Plan, Section};
 pub enum Form {
     /// Through the plan of a step.
     Step,
+    /// Through the plan of a verify pass, of so many rows.
+    Verify(u32),
     /// Through the plan of a pass, of so many rows.
     Pass(u32),
 }
@@ -44,7 +46,17 @@ impl Form {
     pub fn of(run: &Run, hidden: usize) -> Self {
         match &run.work {
             Work::Prefill(pass) if pass.rows.len() > hidden => Self::Pass((pass.rows.len() / hidden) as u32),
+            Work::Rounds { depth } => Self::Verify(*depth as u32 + 1),
             _ => Self::Step,
+        }
+    }
+
+    /// Rows of a batch.
+    #[must_use]
+    pub const fn rows(self) -> u32 {
+        match self {
+            Self::Step => 1,
+            Self::Verify(rows) | Self::Pass(rows) => rows,
         }
     }
 }
@@ -57,6 +69,8 @@ pub struct MissLaid {
     experts: usize,
     top_k: usize,
     hidden: usize,
+    /// Whether rows of a verify pass choose one by one.
+    single: bool,
 }
 
 /// A copy to a record.
@@ -73,8 +87,11 @@ pub struct Piece {
 impl MissLaid {
     /// Of a model with experts.
     #[must_use]
-    pub fn new(geometry: &Geometry, moe: &MoeGeometry) -> Self {
-        Self { layers: geometry.decoder_layers(), experts: moe.experts, top_k: moe.top_k, hidden: geometry.hidden }
+    pub fn new(core: &Core, moe: &MoeGeometry) -> Self {
+        let geometry = &core.geometry;
+        let single = core.weights.chooses_singly(core.activations);
+        let (layers, hidden) = (geometry.decoder_layers(), geometry.hidden);
+        Self { layers, experts: moe.experts, top_k: moe.top_k, hidden, single }
     }
 
     /// What is copied, in order.
@@ -84,7 +101,7 @@ impl MissLaid {
         let piece = |from, at: usize, words: usize| Piece { from, at: 4 * at as u64, bytes: 4 * words as u64 };
         let [picks, rows] = self.words(form);
         let [of_picks, of_rows] = match form {
-            Form::Step => [first, Name::Routing],
+            Form::Step | Form::Verify(_) => [first, Name::Routing],
             Form::Pass(_) => prefill::MISS,
         };
         [piece(first, counts_at(moe), self.layers * self.experts), piece(of_picks, 0, picks), piece(of_rows, 0, rows)]
@@ -94,7 +111,11 @@ impl MissLaid {
     const fn words(&self, form: Form) -> [usize; 2] {
         let hidden = self.hidden.next_multiple_of(32);
         match form {
-            Form::Step => [1 + 4 * self.top_k, hidden],
+            Form::Step | Form::Verify(_) => {
+                let at_once = rows_chosen_at_once(form.rows(), self.single);
+                let unions = form.rows() as usize / at_once;
+                [unions * union_words(self.top_k, at_once), form.rows() as usize * hidden]
+            }
             Form::Pass(rows) => [4 * rows as usize * self.top_k, rows as usize * hidden],
         }
     }
@@ -126,7 +147,19 @@ impl MissLaid {
         let (picks, normed) = words.split_at(picks);
         // (expert, place), by row and pick
         let picks: Vec<(u32, u32)> = match form {
-            Form::Step => picks[1..].chunks_exact(4).map(|entry| (entry[0], entry[1])).collect(),
+            Form::Step | Form::Verify(_) => {
+                let at_once = rows_chosen_at_once(form.rows(), self.single);
+                let mut of_rows = vec![(0, NONE); form.rows() as usize * self.top_k];
+                let unions = picks.chunks_exact(union_words(self.top_k, at_once));
+                for (union, rows) in unions.zip(of_rows.chunks_exact_mut(at_once * self.top_k)) {
+                    let entries = union[1..].chunks_exact(3 + at_once).take(union[0] as usize);
+                    for entry in entries {
+                        let by = (0..at_once).filter(|row| entry[2] >> row & 1 == 1);
+                        by.for_each(|row| rows[row * self.top_k + entry[3 + row] as usize] = (entry[0], entry[1]));
+                    }
+                }
+                of_rows
+            }
             Form::Pass(_) => picks.chunks_exact(4).map(|pick| (pick[0], pick[1])).collect(),
         };
         let mut missed = Missed {
@@ -149,11 +182,22 @@ impl MissLaid {
     }
 }
 
+/// Rows that one union of choices is of.
+const fn rows_chosen_at_once(rows: u32, single: bool) -> usize {
+    if single { 1 } else { rows as usize }
+}
+
+/// Words of a union of choices, as `routes.wgsl` has it.
+const fn union_words(top_k: usize, at_once: usize) -> usize {
+    1 + at_once * top_k * (3 + at_once)
+}
+
 const SUM_OF_STEP: usize = 0;
 const PICKS_OF_PASS: usize = 1;
 const END: usize = 2;
-const FILL_OF_STEP: usize = 3;
-const FILL_OF_PASS: usize = 4;
+const FILL_OF_PASS: usize = 3;
+/// For one row chosen at once; those for more come behind it.
+const FILL_OF_STEP: usize = 4;
 
 /// The dispatches of cures and fills, each used by itself.
 #[must_use]
@@ -170,21 +214,27 @@ pub fn plan(context: &Context, geometry: &Geometry, moe: &MoeGeometry) -> Plan<K
         pass: false,
     };
     let hidden = padded(geometry.hidden);
-    let numbers = [("COLS", hidden), ("WEIGHTS_AT", weights_at(moe)), ("TOP_K", moe.top_k)];
+    let numbers = [("COLS", hidden), ("TOP_K", moe.top_k)];
     let [made, routes, list] = prefill::CURED;
     let first = Name::Routes(LayerIx(0));
     let of_step = [Name::Control, Name::Cure, Name::Completed, first, Name::Partial, Name::X];
-    let all: [(_, &[Name], _); 5] = [
-        (&RESUME_STEP, &of_step, (hidden as u32).div_ceil(WG)),
-        (&RESUME_PASS, &[Name::Control, Name::Cure, Name::Completed, made], COMPLETED_ROOM as u32),
-        (&CURE, &[Name::Control, Name::Cure], 1),
-        (&FILL_STEP, &[Name::Control, Name::Cure, first], 1),
-        (&FILL_PASS, &[Name::Control, Name::Cure, routes, list], 1),
+    let all: [(_, &[Name], _); 4] = [
+        (&RESUME_STEP, &of_step, Grid::Rows { per: 1, x: (hidden as u32).div_ceil(WG), z: 1 }),
+        (&RESUME_PASS, &[Name::Control, Name::Cure, Name::Completed, made], Grid::Fixed([COMPLETED_ROOM as u32, 1, 1])),
+        (&CURE, &[Name::Control, Name::Cure], Grid::Fixed([1, 1, 1])),
+        (&FILL_PASS, &[Name::Control, Name::Cure, routes, list], Grid::Fixed([1, 1, 1])),
     ];
     let mut plan = Plan::default();
-    for (kernel, buffers, groups) in all {
+    for (kernel, buffers, grid) in all {
         let key = key(kernel, &choice, &numbers, &[]);
-        plan.push(key, DispatchClass::Final, (Section::Accept, None), &[], buffers, Grid::Fixed([groups, 1, 1]));
+        plan.push(key, DispatchClass::Final, (Section::Accept, None), &[], buffers, grid);
+    }
+    for rows in 1..=ROWS_MAX {
+        let key = key(&FILL_STEP, &Choice { rows, ..choice }, &numbers, &[]);
+        let buffers = [Name::Control, Name::Cure, first];
+        // a workgroup a union
+        let grid = Grid::Rows { per: rows as u32, x: 1, z: 1 };
+        plan.push(key, DispatchClass::Final, (Section::Accept, None), &[], &buffers, grid);
     }
     plan
 }
@@ -266,8 +316,9 @@ impl GpuQueue {
         };
         self.end_cures();
         let (slot, hidden) = (stop.slot, self.core.geometry.hidden);
-        let rows = if let Form::Pass(rows) = form { rows } else { 1 };
+        let rows = form.rows();
         let most = rows as usize * moe.top_k;
+        let weights_at = self.shared.miss().map_or(0, |laid| laid.words(form)[0]) as u32;
         let good: Vec<(u32, &[f32])> = (made.at.iter().copied())
             .zip(made.outputs.chunks_exact(hidden))
             .filter(|(at, _)| (*at as usize) < most)
@@ -278,7 +329,7 @@ impl GpuQueue {
         let mut parts = good.chunks(COMPLETED_ROOM).peekable();
         loop {
             let part = parts.next().unwrap_or(&[]);
-            let mut cure = vec![turn.0, u32::from(stop.point.layer.0), part.len() as u32, 0];
+            let mut cure = vec![turn.0, u32::from(stop.point.layer.0), part.len() as u32, weights_at];
             cure.extend(part.iter().map(|(at, _)| *at));
             self.write(slot, Name::Cure, 0, bytemuck::cast_slice(&cure));
             let floats: Vec<f32> = part.iter().flat_map(|(_, made)| *made).copied().collect();
@@ -288,7 +339,7 @@ impl GpuQueue {
             if parts.peek().is_none() {
                 break;
             }
-            self.mend(slot, &[PICKS_OF_PASS]);
+            self.mend(slot, &[PICKS_OF_PASS], rows);
         }
         self.cures.push((slot, form));
         Ok(())
@@ -297,8 +348,8 @@ impl GpuQueue {
     /// Encodes the ends of cures that were begun.
     pub(super) fn end_cures(&mut self) {
         for (slot, form) in std::mem::take(&mut self.cures) {
-            let first = if form == Form::Step { SUM_OF_STEP } else { PICKS_OF_PASS };
-            self.mend(slot, &[first, END]);
+            let first = if matches!(form, Form::Pass(_)) { PICKS_OF_PASS } else { SUM_OF_STEP };
+            self.mend(slot, &[first, END], form.rows());
         }
     }
 
@@ -316,7 +367,7 @@ impl GpuQueue {
         };
         self.end_cures();
         let slot = stamp.slot;
-        let rows = if let Form::Pass(rows) = form { rows } else { 1 };
+        let rows = form.rows();
         let flight = self.flight_of(stamp, Position(0), rows, 0, false, false);
         let bank = &self.core.weights.banks[layer.index()];
         let sorted = prefill::sorted_at(&moe, self.core.sizes.given, bank.residents.len());
@@ -324,9 +375,11 @@ impl GpuQueue {
         self.write(slot, Name::Flight, 0, bytemuck::bytes_of(&flight));
         self.write(slot, Name::FlightCure, 0, bytemuck::bytes_of::<Flight>(&flight));
         self.write(slot, Name::Cure, 0, bytemuck::cast_slice(&cure));
-        self.mend(slot, &[if form == Form::Step { FILL_OF_STEP } else { FILL_OF_PASS }]);
+        let step = !matches!(form, Form::Pass(_));
+        let at_once = rows_chosen_at_once(rows, self.core.weights.chooses_singly(self.core.activations));
+        self.mend(slot, &[if step { FILL_OF_STEP + at_once - 1 } else { FILL_OF_PASS }], rows);
         let mut encoder = self.encoder();
-        if form == Form::Step {
+        if step {
             // resident and shared experts are in the residual already
             encoder.clear_buffer(self.core.slots[slot.index()].slot.buffer(Name::SharedOut(layer)), 0, None);
         }
@@ -339,6 +392,12 @@ impl GpuQueue {
             };
             match form {
                 Form::Step => self.core.step.encode(&mut pass, &bound.step, 1, wanted, |_, _| {}),
+                Form::Verify(rows) => {
+                    let at = rows as usize - 2;
+                    if let (Some(rounds), Some(bound)) = (&self.core.rounds, &bound.rounds) {
+                        rounds.verify[at].encode(&mut pass, &bound.verify[at], rows, wanted, |_, _| {});
+                    }
+                }
                 Form::Pass(_) => self.core.pass[0].encode(&mut pass, &bound.pass[0], rows, wanted, |_, _| {}),
             }
         }
@@ -360,7 +419,7 @@ impl GpuQueue {
     }
 
     /// Encodes dispatches of the cures' plan.
-    fn mend(&mut self, slot: SlotIx, which: &[usize]) {
+    fn mend(&mut self, slot: SlotIx, which: &[usize], rows: u32) {
         let mut encoder = self.encoder();
         {
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
@@ -370,7 +429,7 @@ impl GpuQueue {
                 let dispatch = &ready.plan.dispatches[*at];
                 pass.set_pipeline(&ready.pipelines[dispatch.pipeline].pipeline);
                 pass.set_bind_group(0, &groups[*at], &[]);
-                let [x, y, z] = dispatch.grid.groups(1);
+                let [x, y, z] = dispatch.grid.groups(rows);
                 pass.dispatch_workgroups(x, y, z);
             }
         }

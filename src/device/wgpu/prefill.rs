@@ -43,11 +43,11 @@ pub const TAIL_ROWS: usize = 256;
 pub const ROWS_MIN: usize = 16;
 
 /// Invocations that encode a row.
-const ENCODE_WG: u32 = 128;
+pub(super) const ENCODE_WG: u32 = 128;
 
-const X: Name = Name::Wide(0);
-const ACTS: Name = Name::Wide(1);
-const ACT_SCALE: Name = Name::Wide(2);
+pub(super) const X: Name = Name::Wide(0);
+pub(super) const ACTS: Name = Name::Wide(1);
+pub(super) const ACT_SCALE: Name = Name::Wide(2);
 const PROJ: Name = Name::Wide(3);
 const XBC: Name = Name::Wide(4);
 const STEPS: Name = Name::Wide(5);
@@ -119,6 +119,10 @@ fn needs(geometry: &Geometry, weights: &Weights, rows: usize) -> Vec<(Name, usiz
             (MADE, picks * hidden),
         ]);
     }
+    if weights.draft.is_some() {
+        acts = acts.max(rows * padded(2 * geometry.hidden));
+    }
+    all.extend(super::rounds::needs(geometry, weights, rows));
     acts = acts.max(proj).max(mixed);
     all.extend([(ACTS, acts), (ACT_SCALE, acts / 32), (PROJ, proj), (MIXED, mixed)]);
     all.retain(|(_, words)| *words > 0);
@@ -185,9 +189,9 @@ pub fn buffers(
         .collect()
 }
 
-struct Builder<'m> {
+pub(super) struct Builder<'m> {
     pass: PassFrame<'m>,
-    plan: Plan<Key>,
+    pub(super) plan: Plan<Key>,
     section: Section,
     block: Option<BlockIx>,
 }
@@ -244,6 +248,7 @@ enum To {
     Row = 0,
     Sum = 1,
     Position = 2,
+    Before = 3,
     Pick = 4,
 }
 
@@ -275,7 +280,39 @@ impl<'m> Builder<'m> {
         padded(self.geometry().hidden)
     }
 
-    fn form(&self, format: Format) -> Form {
+    /// A plan of what belongs to no block.
+    pub(super) fn bare(pass: PassFrame<'m>) -> Self {
+        Self { pass, plan: Plan::default(), section: Section::Accept, block: None }
+    }
+
+    /// A matrix over the rows encoded last.
+    pub(super) fn product_to_rows(&mut self, class: Class, from: Name, laid: Laid, out: Name) {
+        let stride = self.hidden();
+        let to = To::Row;
+        let product = Product { from, laid, place: 0, out, stride, offset: 0, to, relu2: false, layer: NONE };
+        self.product(class, &product, ACTS);
+    }
+
+    /// A matrix over other rows behind a norm, each to the position before its own.
+    pub(super) fn before(
+        &mut self,
+        class: Class,
+        from: Name,
+        (source, norm): (Name, u32),
+        laid: Laid,
+        out: Name,
+        (stride, offset): (usize, usize),
+    ) {
+        let (hidden, width) = (self.hidden(), self.geometry().hidden);
+        let listed = Listed::InOrder;
+        let e = Encode { norm, field: laid.field, place: 0, source, stride: hidden, width, layer: NONE, listed };
+        self.encode(class, self.form(laid.format), &e, from);
+        let product =
+            Product { from, laid, place: 0, out, stride, offset, to: To::Before, relu2: false, layer: NONE };
+        self.product(class, &product, ACTS);
+    }
+
+    pub(super) fn form(&self, format: Format) -> Form {
         Form::of(format, self.int8(), self.pass.cooperative)
     }
 
@@ -291,7 +328,7 @@ impl<'m> Builder<'m> {
         self.geometry().moe.as_ref().expect("checked on open")
     }
 
-    fn key(kernel: &Kernel, choice: PassChoice, wg: u32, numbers: &[(&'static str, usize)]) -> Key {
+    pub(super) fn key(kernel: &Kernel, choice: PassChoice, wg: u32, numbers: &[(&'static str, usize)]) -> Key {
         let variant = kernel.pass_variant(&choice);
         let text = variant.source();
         let named = |name: &str| text.contains(&format!("override {name}:"));
@@ -305,7 +342,7 @@ impl<'m> Builder<'m> {
 
     const PLAIN: PassChoice = PassChoice { format: Format::F32, form: Form::F32, experts: false, source: Source::Rows };
 
-    fn push(&mut self, key: Key, class: Class, params: &[u8], buffers: &[Name], grid: Grid) {
+    pub(super) fn push(&mut self, key: Key, class: Class, params: &[u8], buffers: &[Name], grid: Grid) {
         self.plan.push(key, class, (self.section, self.block), params, buffers, grid);
     }
 

@@ -12,12 +12,14 @@ use super::landing::{Copied, RECORD_BYTES, Shared, stop};
 use super::layout::padded;
 use super::partial::{Form, Held, form_behind};
 use super::prefill::{ROWS_MIN, split_of};
+use super::rounds::draft_block;
+use super::slot::ROWS;
 use super::upload::buffer;
 use crate::device::{DeviceError, Item, Pass, Phase, Point, Queue, Read, Run, Seed, Stamp, Work};
-use crate::ids::{Position, SlotIx, TokenId, Turn};
+use crate::ids::{BlockIx, Position, SlotIx, TokenId, Turn};
 use crate::knobs::DispatchClass;
 use crate::model::geometry::BlockKind;
-use crate::model::state::BlockState;
+use crate::model::state::{BlockState, KvState};
 use crate::plan::record::{Dispatch, Name, Section};
 
 /// The half itself.
@@ -39,6 +41,15 @@ pub struct GpuQueue {
 
 /// Rows times blocks of one submission of a pass.
 const PASS_BLOCK_ROWS: usize = 8192;
+
+/// What is profiled.
+#[derive(Clone, Copy, Debug)]
+enum Profiled {
+    Step,
+    Pass(u32),
+    Draft(usize),
+    Verify(usize),
+}
 
 /// Where a section stands in its batch.
 fn order(section: Section, layers: usize) -> usize {
@@ -94,7 +105,7 @@ impl GpuQueue {
     }
 
     fn start(&mut self, slot: SlotIx, turn: Turn, eos: &[TokenId], seed: Option<&Seed>) -> Result<(), DeviceError> {
-        let mut control = Control { turn: turn.0, eos_count: eos.len() as u32, ..Control::default() };
+        let mut control = Control { turn: turn.0, eos_count: eos.len() as u32, kept: 1, ..Control::default() };
         if eos.len() > control.eos.len() {
             return Err(DeviceError::Unfit { why: format!("{} end ids, of {}", eos.len(), control.eos.len()) });
         }
@@ -114,6 +125,12 @@ impl GpuQueue {
             self.seed(slot, seed);
         }
         self.write(slot, Name::Control, 0, bytemuck::bytes_of(&control));
+        if self.core.rounds.is_some() {
+            // of no position yet there is no hidden row
+            let stop = if control.position == 0 { stop::RETIRED } else { 0 };
+            let before = Control { stop, position: control.position.wrapping_sub(1), ..control };
+            self.write(slot, Name::ChainControl, 0, bytemuck::bytes_of(&before));
+        }
         Ok(())
     }
 
@@ -137,18 +154,33 @@ impl GpuQueue {
                     self.write(slot, Name::State(block), 0, bytemuck::cast_slice(&mamba.ssm));
                 }
                 BlockState::Attention(kv) => {
-                    let width = geometry.attention.as_ref().expect("checked on open").kv_width();
-                    let mut rows = Vec::with_capacity(kv.k.len() * 2);
-                    for (k, v) in kv.k.chunks_exact(width).zip(kv.v.chunks_exact(width)) {
-                        rows.extend_from_slice(k);
-                        rows.extend_from_slice(v);
-                    }
-                    if !rows.is_empty() {
-                        self.write(slot, Name::Kv(block), 0, bytemuck::cast_slice(&rows));
-                    }
+                    self.seed_kv(slot, block, kv);
                 }
                 BlockState::None => {}
             }
+        }
+        if self.core.rounds.is_some() {
+            // what a seed does not know of the draft layer is zero: drafts are worse then, ids are not
+            let width = geometry.attention.as_ref().map_or(0, |g| g.kv_width());
+            let mut draft = seed.state.draft.clone();
+            draft.k.resize(width * position.saturating_sub(1), 0.0);
+            draft.v.resize(width * position.saturating_sub(1), 0.0);
+            self.seed_kv(slot, draft_block(&geometry), &draft);
+            let mut hidden = seed.hidden.clone();
+            hidden.resize(padded(geometry.hidden), 0.0);
+            self.write(slot, Name::Hidden, 0, bytemuck::cast_slice(&hidden));
+        }
+    }
+
+    fn seed_kv(&mut self, slot: SlotIx, block: BlockIx, kv: &KvState) {
+        let width = self.core.geometry.attention.as_ref().expect("checked on open").kv_width();
+        let mut rows = Vec::with_capacity(kv.k.len() * 2);
+        for (k, v) in kv.k.chunks_exact(width).zip(kv.v.chunks_exact(width)) {
+            rows.extend_from_slice(k);
+            rows.extend_from_slice(v);
+        }
+        if !rows.is_empty() {
+            self.write(slot, Name::Kv(block), 0, bytemuck::cast_slice(&rows));
         }
     }
 
@@ -187,8 +219,16 @@ impl GpuQueue {
                 self.batches(run, None);
             }
             Work::Prefill(pass) => self.prefill(run, pass),
+            Work::Rounds { depth } if *depth > 0 && *depth < self.core.sizes.snapshots => {
+                self.flight(run.stamp, run.limit, *depth as u32 + 1, 1, true, true);
+                let most = self.core.sizes.positions;
+                let reach = &mut self.reach[slot.index()];
+                *reach = (*reach + run.accepts() as usize * (depth + 1)).min(most);
+                self.begin_run(run);
+                self.batches(run, None);
+            }
             Work::Verify(_) | Work::Rounds { .. } => {
-                return Err(DeviceError::Unfit { why: "drafts on a device that said it makes none".into() });
+                return Err(DeviceError::Unfit { why: format!("{:?} on a device that offered no such", run.work) });
             }
         }
         Ok(())
@@ -241,6 +281,9 @@ impl GpuQueue {
                     };
                     self.core.pass[split].encode(&mut pass, &bound.pass[split], n as u32, wanted, |_, _| {});
                     if (first..first + at_once).contains(&blocks) && until == end {
+                        if let (Some(rounds), Some(groups)) = (&self.core.rounds, &bound.rounds) {
+                            rounds.pass.encode(&mut pass, &groups.pass, n as u32, |_| true, |_, _| {});
+                        }
                         let head = |dispatch: &Dispatch| dispatch.block.is_none();
                         self.core.step.encode(&mut pass, &bound.last, 1, head, |_, _| {});
                     }
@@ -300,9 +343,24 @@ impl GpuQueue {
                         pass.set_pipeline(&take.pipelines[0].pipeline);
                         pass.set_bind_group(0, &bound.take[row], &[]);
                         pass.dispatch_workgroups(1, 1, 1);
+                        if let (Some(rounds), Some(groups)) = (&self.core.rounds, &bound.rounds) {
+                            rounds.before_row.encode(&mut pass, &groups.before_row, 1, |_| true, |_, _| {});
+                        }
+                    }
+                    let (mut ready, mut groups, mut rows) = (&self.core.step, &bound.step, 1);
+                    if let (Work::Rounds { depth }, Some(rounds), Some(bound)) =
+                        (&run.work, &self.core.rounds, &bound.rounds)
+                    {
+                        if at == 0 {
+                            for (ready, groups) in rounds.chain.iter().zip(&bound.chain).take(*depth) {
+                                ready.encode(&mut pass, groups, 1, |_| true, |_, _| {});
+                            }
+                        }
+                        (ready, groups, rows) =
+                            (&rounds.verify[depth - 1], &bound.verify[depth - 1], *depth as u32 + 1);
                     }
                     let wanted = |dispatch: &Dispatch| (at..until).contains(&order(dispatch.section, layers));
-                    self.core.step.encode(&mut pass, &bound.step, 1, wanted, |_, _| {});
+                    ready.encode(&mut pass, groups, rows, wanted, |_, _| {});
                 }
                 self.ready.push(encoder.finish());
                 if let Some((_, staging)) = cut {
@@ -351,7 +409,7 @@ impl GpuQueue {
                         BlockKind::Mamba => {
                             let g = geometry.mamba.as_ref().expect("checked on open");
                             copies.push((Name::Ring(block), 4 * RING * g.conv_channels()));
-                            copies.push((Name::State(block), 4 * g.ssm_state_len()));
+                            copies.push((Name::State(block), 4 * self.core.sizes.snapshots * g.ssm_state_len()));
                         }
                         BlockKind::Attention => {
                             let width = geometry.attention.as_ref().expect("checked on open").kv_width();
@@ -359,6 +417,11 @@ impl GpuQueue {
                         }
                         BlockKind::Moe | BlockKind::Mlp => {}
                     }
+                }
+                if self.core.rounds.is_some() {
+                    let width = geometry.attention.as_ref().expect("the draft layer attends").kv_width();
+                    copies.push((Name::Kv(draft_block(&geometry)), 4 * room * 2 * width));
+                    copies.push((Name::Hidden, 4 * ROWS * padded(geometry.hidden)));
                 }
                 Copied::State(room)
             }
@@ -463,7 +526,29 @@ impl GpuQueue {
     ///
     /// [`DeviceError`] where the adapter has no timestamps.
     pub fn profile(&mut self, slot: SlotIx) -> Result<Vec<(DispatchClass, u32, Duration)>, DeviceError> {
-        self.profile_plan(slot, None)
+        self.profile_plan(slot, Profiled::Step)
+    }
+
+    /// As [`GpuQueue::profile`], of draft `at` of a round.
+    ///
+    /// # Errors
+    ///
+    /// As there, and where no drafts are made.
+    pub fn profile_draft(&mut self, slot: SlotIx, at: usize) -> Result<Vec<(DispatchClass, u32, Duration)>, DeviceError> {
+        self.profile_plan(slot, Profiled::Draft(at))
+    }
+
+    /// As [`GpuQueue::profile`], of a verify pass over `rows` rows.
+    ///
+    /// # Errors
+    ///
+    /// As there, and where no drafts are made.
+    pub fn profile_verify(
+        &mut self,
+        slot: SlotIx,
+        rows: usize,
+    ) -> Result<Vec<(DispatchClass, u32, Duration)>, DeviceError> {
+        self.profile_plan(slot, Profiled::Verify(rows))
     }
 
     /// As [`GpuQueue::profile`], of a pass over `rows` rows that lie in the slot.
@@ -476,17 +561,29 @@ impl GpuQueue {
         slot: SlotIx,
         rows: u32,
     ) -> Result<Vec<(DispatchClass, u32, Duration)>, DeviceError> {
-        self.profile_plan(slot, Some(rows))
+        self.profile_plan(slot, Profiled::Pass(rows))
     }
 
     fn profile_plan(
         &mut self,
         slot: SlotIx,
-        rows: Option<u32>,
+        what: Profiled,
     ) -> Result<Vec<(DispatchClass, u32, Duration)>, DeviceError> {
         let context = self.core.context.clone();
-        let plan = if rows.is_some() { &self.core.pass[0].plan } else { &self.core.step.plan };
-        let dispatches = plan.dispatches.len() as u32;
+        let none = || DeviceError::Unfit { why: format!("no {what:?} here") };
+        let (rounds, bound) = (self.core.rounds.as_ref(), &self.core.slots[slot.index()]);
+        let found = match what {
+            Profiled::Step => Some((&self.core.step, &bound.step, 1)),
+            Profiled::Pass(rows) => Some((&self.core.pass[0], &bound.pass[0], rows)),
+            Profiled::Draft(at) => (rounds.and_then(|r| r.chain.get(at)))
+                .zip(bound.rounds.as_ref().and_then(|r| r.chain.get(at)))
+                .map(|(ready, groups)| (ready, groups, 1)),
+            Profiled::Verify(rows) => (rounds.and_then(|r| r.verify.get(rows.checked_sub(2)?)))
+                .zip(bound.rounds.as_ref().and_then(|r| r.verify.get(rows.checked_sub(2)?)))
+                .map(|(ready, groups)| (ready, groups, rows as u32)),
+        };
+        let (ready, groups, rows) = found.ok_or_else(none)?;
+        let dispatches = ready.plan.dispatches.len() as u32;
         if !context.timestamps {
             return Err(DeviceError::Unfit { why: "the adapter has no timestamps".into() });
         }
@@ -507,17 +604,12 @@ impl GpuQueue {
         let mut classes = Vec::new();
         let mut encoder = self.encoder();
         {
-            let bound = &self.core.slots[slot.index()];
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
             let mut at = 0;
-            let (ready, groups) = match rows {
-                Some(_) => (&self.core.pass[0], &bound.pass[0]),
-                None => (&self.core.step, &bound.step),
-            };
             ready.encode(
                 &mut pass,
                 groups,
-                rows.unwrap_or(1),
+                rows,
                 |_| true,
                 |pass, class| {
                     pass.write_timestamp(&queries, at);

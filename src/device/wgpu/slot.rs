@@ -6,7 +6,8 @@ use std::sync::Arc;
 use super::super::kernels::Binding;
 use super::super::params::{Control, Flight, Params as _};
 use super::adapter::Context;
-use super::decode::{self, OUT_ROOM, RING, SPLITS};
+use super::decode::{self, OUT_ROOM, RING, ROUNDS_ROOM, SPLITS};
+use super::rounds;
 use super::layout::padded;
 use super::pipelines::{Key, Pipeline};
 use super::upload::buffer;
@@ -39,12 +40,6 @@ pub struct Slot {
 /// Completions that are handed to the device at once.
 pub const COMPLETED_ROOM: usize = 256;
 
-/// Word of a step's routes where its weights begin, for one row.
-#[must_use]
-pub const fn weights_at(moe: &MoeGeometry) -> usize {
-    1 + 4 * moe.top_k
-}
-
 /// Word of the first layer's routes where a flight's counts begin, with partial banks.
 #[must_use]
 pub const fn counts_at(moe: &MoeGeometry) -> usize {
@@ -61,12 +56,14 @@ fn needs(geometry: &Geometry, weights: &Weights, sizes: Sizes) -> Vec<(Name, usi
     let mut proj = 0;
     let mut inner = 0;
     let mut squares = 0;
+    // what a verify pass reads behind the last position is cut when it is accepted
+    let kv_rows = sizes.positions + if weights.draft.is_some() { ROWS } else { 0 };
     let mut all = vec![
         (Name::X, ROWS * hidden),
         (Name::Given, sizes.given * hidden),
         (Name::Best, 2 * ROWS * decode::head_groups(weights) as usize),
         (Name::Logits, ROWS * geometry.vocab),
-        (Name::Out, OUT_ROOM),
+        (Name::Out, OUT_ROOM + ROUNDS_ROOM),
         (Name::Nothing, 64),
     ];
     if let Some(g) = &geometry.mamba {
@@ -83,13 +80,16 @@ fn needs(geometry: &Geometry, weights: &Weights, sizes: Sizes) -> Vec<(Name, usi
         inner = inner.max(padded(g.q_width()));
         all.push((Name::Parts, ROWS * g.heads * SPLITS as usize * (g.head_dim + 2)));
         for block in geometry.blocks_of(BlockKind::Attention) {
-            all.push((Name::Kv(block), sizes.positions * 2 * g.kv_width()));
+            all.push((Name::Kv(block), kv_rows * 2 * g.kv_width()));
+        }
+        if weights.draft.is_some() {
+            all.push((Name::Kv(rounds::draft_block(geometry)), kv_rows * 2 * g.kv_width()));
         }
     }
     if let Some(inter) = geometry.mlp_inter {
         inner = inner.max(padded(inter));
     }
-    if let Some(g) = geometry.moe.as_ref().filter(|_| !weights.banks.is_empty()) {
+    if let Some(g) = geometry.moe.as_ref().filter(|_| !weights.banks.is_empty() || weights.draft.is_some()) {
         // room for f32 activations, the larger of both encodings
         let (shared, inter) = (padded(g.shared_inter), padded(g.inter));
         all.extend([
@@ -108,6 +108,22 @@ fn needs(geometry: &Geometry, weights: &Weights, sizes: Sizes) -> Vec<(Name, usi
             all.push((Name::Routes(layer), counts_at(g) + counts));
             all.push((Name::SharedOut(layer), ROWS * hidden));
         }
+    }
+    if weights.draft.is_some() {
+        let layer = geometry.draft_layer().expect("a draft layer was uploaded");
+        let moe = geometry.moe.as_ref().expect("the draft layer has experts");
+        all.extend([
+            (Name::Hidden, ROWS * hidden),
+            (Name::Next, ROWS * hidden),
+            (Name::DraftRows, ROWS * hidden),
+            (Name::DraftX(0), hidden),
+            (Name::DraftX(1), hidden),
+            (Name::DraftOut(0), hidden),
+            (Name::DraftOut(1), hidden),
+            (Name::Drafts, ROWS),
+            (Name::Routes(layer), counts_at(moe)),
+            (Name::SharedOut(layer), ROWS * hidden),
+        ]);
     }
     all.extend([(Name::Proj, ROWS * proj), (Name::Inner, ROWS * inner), (Name::Squares, ROWS * squares)]);
     all
@@ -141,7 +157,9 @@ impl Slot {
         buffers.insert(Name::Flight, buffer(context, Flight::STRUCT, flight, uniform)?);
         buffers.insert(Name::FlightCure, buffer(context, Flight::STRUCT, flight, uniform)?);
         buffers.insert(Name::FlightLast, buffer(context, Flight::STRUCT, flight, uniform)?);
-        buffers.insert(Name::Control, buffer(context, Control::STRUCT, size_of::<Control>() as u64, usage())?);
+        for name in [Name::Control, Name::RowsControl, Name::ChainControl] {
+            buffers.insert(name, buffer(context, Control::STRUCT, size_of::<Control>() as u64, usage())?);
+        }
         Ok(Self { buffers })
     }
 
@@ -158,7 +176,7 @@ impl Slot {
     fn resolve<'a>(&'a self, weights: &'a Weights, name: Name) -> &'a wgpu::Buffer {
         match name {
             Name::Arena(block) => &weights.arenas[block.index()],
-            Name::Bank(layer) => &weights.banks[layer.index()].buffer,
+            Name::Bank(layer) => &weights.bank(layer).buffer,
             Name::Head(part) => &weights.head[part as usize].buffer,
             Name::Embedding(part) => &weights.embedding[part as usize].buffer,
             Name::Map => &weights.map,

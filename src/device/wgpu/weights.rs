@@ -5,13 +5,14 @@
 
 use rayon::prelude::*;
 
-use super::super::kernels::Format;
+use super::super::kernels::{Encoding, Format};
 use super::super::params::NONE;
 use super::adapter::Context;
 use super::layout::{Laid, Space, codes, field, format_of, padded, rows_padded, side};
 use super::upload::{Uploader, buffer};
 use crate::device::DeviceError;
 use crate::ids::{ExpertIx, LayerIx, PlaceIx};
+use crate::knobs::Activations;
 use crate::model::geometry::Geometry;
 use crate::model::tensors::{Codec, Matrix};
 use crate::model::weights::{AttentionWeights, DecoderWeights, MambaWeights, Mixer, MlpWeights, MoeWeights};
@@ -139,6 +140,27 @@ pub fn expert_in(
     Ok(MlpWeights { up: next("up", up)?, down: next("down", down)? })
 }
 
+/// Where the draft layer's weights lie (`model.md` §2), in the arena behind the blocks'.
+#[derive(Debug)]
+pub struct DraftLaid {
+    /// vec4: the norm of the following row.
+    pub enorm: u32,
+    /// vec4: the norm of the hidden row.
+    pub hnorm: u32,
+    /// `[hidden, 2 * hidden]`
+    pub eh_proj: Laid,
+    /// Its attention block.
+    pub attention: AttentionLaid,
+    /// Its MoE block; the layer is the one behind the decoder's.
+    pub moe: MoeLaid,
+    /// vec4: the norm of what it makes.
+    pub final_norm: u32,
+    /// vec4: the decoder's last norm, once more.
+    pub decoder_norm: u32,
+    /// Its experts, all of them.
+    pub bank: Bank,
+}
+
 /// Rows of the head or the embedding that one binding holds.
 #[derive(Debug)]
 pub struct Part {
@@ -150,6 +172,8 @@ pub struct Part {
     pub first: usize,
     /// vec4 of the final norm; in the head's parts.
     pub norm: u32,
+    /// vec4 of the draft layer's, in the head's parts.
+    pub draft_norm: u32,
 }
 
 /// Everything.
@@ -167,6 +191,8 @@ pub struct Weights {
     pub head: Vec<Part>,
     /// Parts of the embedding.
     pub embedding: Vec<Part>,
+    /// The draft layer, where drafts are made.
+    pub draft: Option<Box<DraftLaid>>,
 }
 
 enum Piece<'w> {
@@ -282,7 +308,28 @@ impl Weights {
         self.banks.iter().any(|bank| bank.residents.len() < bank.shapes.len())
     }
 
-    /// Uploads a decoder. `residents` names each layer's first occupants, by place.
+    /// Whether rows of a partial bank's verify pass choose one by one: where some layer's experts read f32 rows, of which
+    /// no two share a weight. One way for all layers, so that a record need not say which.
+    #[must_use]
+    pub fn chooses_singly(&self, activations: Activations) -> bool {
+        let int8 = activations == Activations::Int8;
+        let exact = |laid: &Laid| laid.format.encoding(int8) == Encoding::F32;
+        self.banks.iter().any(|bank| bank.place.mlp.iter().any(exact))
+    }
+
+    /// The bank of a layer, the draft layer's behind the decoder's.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such layer.
+    #[must_use]
+    pub fn bank(&self, layer: LayerIx) -> &Bank {
+        let draft = || &self.draft.as_ref().expect("a layer of the decoder or the draft layer").bank;
+        self.banks.get(layer.index()).unwrap_or_else(draft)
+    }
+
+    /// Uploads a decoder. `residents` names each layer's first occupants, by place. With `drafts` the draft layer comes
+    /// too, all its experts resident.
     ///
     /// # Errors
     ///
@@ -293,8 +340,10 @@ impl Weights {
         geometry: &Geometry,
         weights: &DecoderWeights,
         residents: &[Vec<ExpertIx>],
+        drafts: bool,
         progress: Progress<'_>,
     ) -> Result<Self, DeviceError> {
+        let draft_weights = weights.draft.as_deref().filter(|_| drafts);
         let uploader = Uploader::new(context, window_bytes);
         let hidden = geometry.hidden;
         let layers: Vec<&MoeWeights> = (weights.blocks.iter())
@@ -307,6 +356,10 @@ impl Weights {
         let dense = |m: &Matrix| m.payload().len() as u64;
         let mut total: u64 = places.iter().zip(residents).map(|(place, r)| place.bytes * r.len() as u64).sum();
         total += dense(&weights.head) + dense(&weights.embedding);
+        let draft_place = draft_weights.map(|draft| place_of(&draft.moe)).transpose()?;
+        if let (Some(draft), Some(place)) = (draft_weights, draft_place) {
+            total += place.bytes * draft.moe.experts.len() as u64;
+        }
         let mut done = 0;
 
         let (mut arenas, mut blocks, mut layer) = (Vec::new(), Vec::new(), 0);
@@ -318,16 +371,7 @@ impl Weights {
                 Mixer::Attention(attention) => BlockLaid::Attention(lay_attention(&mut arena, norm, attention)),
                 Mixer::Moe(moe) => {
                     layer += 1;
-                    if moe.latent.is_some() {
-                        return Err(DeviceError::Unfit { why: "latent experts".into() });
-                    }
-                    BlockLaid::Moe(MoeLaid {
-                        norm,
-                        gate: arena.rows(&moe.gate, hidden),
-                        bias: arena.floats(&moe.bias),
-                        shared: arena.mlp(&moe.shared),
-                        layer: LayerIx::from(layer - 1),
-                    })
+                    BlockLaid::Moe(lay_moe(&mut arena, norm, moe, LayerIx::from(layer - 1), hidden)?)
                 }
                 Mixer::Mlp(mlp) => BlockLaid::Mlp(MlpLaid { norm, mlp: arena.mlp(mlp) }),
             };
@@ -340,40 +384,104 @@ impl Weights {
         }
 
         let mut banks = Vec::new();
-        let mut map = vec![NONE; layers.len() * geometry.moe.map_or(0, |moe| moe.experts)];
+        let every = geometry.moe.map_or(0, |moe| moe.experts);
+        let mut map = vec![NONE; (layers.len() + usize::from(draft_weights.is_some())) * every];
         for (l, ((moe, place), residents)) in layers.iter().zip(&places).zip(residents).enumerate() {
-            let bytes = place.bytes * residents.len() as u64;
-            let bank = Bank {
-                buffer: buffer(context, &format!("bank {l}"), bytes, STORAGE)?,
-                place: *place,
-                residents: residents.iter().copied().map(Some).collect(),
-                shapes: (moe.experts.iter())
-                    .map(|expert| [&expert.up, &expert.down].map(|m| (m.codec(), [m.rows(), m.cols()])))
-                    .collect(),
-            };
-            let batch = (uploader.batch_bytes() / place.bytes).max(1) as usize;
-            for (b, some) in residents.chunks(batch).enumerate() {
-                some.par_iter().enumerate().for_each(|(i, expert)| {
-                    write_expert(&uploader, &bank, PlaceIx::from(b * batch + i), &moe.experts[expert.index()]);
-                });
-                uploader.flush()?;
-                done += place.bytes * some.len() as u64;
+            let sent = |bytes| {
+                done += bytes;
                 progress(done, total);
-            }
+            };
+            banks.push(upload_bank(context, &uploader, &format!("bank {l}"), moe, *place, residents, sent)?);
             for (i, expert) in residents.iter().enumerate() {
                 map[l * moe.experts.len() + expert.index()] = i as u32;
             }
-            banks.push(bank);
         }
 
-        let head = parts(context, &uploader, "head", &weights.head, Some(&weights.final_norm))?;
+        let mut draft = None;
+        if let (Some(of), Some(place)) = (draft_weights, draft_place) {
+            let mut arena = Arena::default();
+            let attention_norm = arena.rows(&of.attention_norm, hidden);
+            let attention = lay_attention(&mut arena, attention_norm, &of.attention);
+            let moe_norm = arena.rows(&of.moe_norm, hidden);
+            let moe = lay_moe(&mut arena, moe_norm, &of.moe, LayerIx::from(layers.len()), hidden)?;
+            let [enorm, hnorm, final_norm, decoder_norm] =
+                [&of.enorm, &of.hnorm, &of.final_norm, &weights.final_norm].map(|norm| arena.rows(norm, hidden));
+            let eh_proj = arena.matrix(&of.eh_proj);
+            arenas.push(arena.upload(context, &uploader, "draft layer")?);
+            let all: Vec<ExpertIx> = (0..of.moe.experts.len()).map(ExpertIx::from).collect();
+            let sent = |bytes| {
+                done += bytes;
+                progress(done, total);
+            };
+            let bank = upload_bank(context, &uploader, "draft bank", &of.moe, place, &all, sent)?;
+            for (i, word) in map[layers.len() * every..].iter_mut().enumerate() {
+                *word = i as u32;
+            }
+            draft = Some(Box::new(DraftLaid {
+                enorm,
+                hnorm,
+                eh_proj,
+                attention,
+                moe,
+                final_norm,
+                decoder_norm,
+                bank,
+            }));
+        }
+
+        let draft_norm = draft_weights.map_or(&weights.final_norm, |draft| &draft.final_norm);
+        let norms = [weights.final_norm.as_slice(), draft_norm];
+        let head = parts(context, &uploader, "head", &weights.head, Some(norms))?;
         let embedding = parts(context, &uploader, "embedding", &weights.embedding, None)?;
         progress(total, total);
         let map_buffer = buffer(context, "map", 4 * map.len() as u64, STORAGE)?;
         uploader.write(&map_buffer, 0, bytemuck::cast_slice(&map));
         uploader.finish()?;
-        Ok(Self { arenas, blocks, banks, map: map_buffer, head, embedding })
+        Ok(Self { arenas, blocks, banks, map: map_buffer, head, embedding, draft })
     }
+}
+
+/// Makes a layer's bank and fills it; `sent` is told of bytes that went.
+fn upload_bank(
+    context: &Context,
+    uploader: &Uploader<'_>,
+    what: &str,
+    moe: &MoeWeights,
+    place: PlaceLaid,
+    residents: &[ExpertIx],
+    mut sent: impl FnMut(u64),
+) -> Result<Bank, DeviceError> {
+    let bank = Bank {
+        buffer: buffer(context, what, place.bytes * residents.len() as u64, STORAGE)?,
+        place,
+        residents: residents.iter().copied().map(Some).collect(),
+        shapes: (moe.experts.iter())
+            .map(|expert| [&expert.up, &expert.down].map(|m| (m.codec(), [m.rows(), m.cols()])))
+            .collect(),
+    };
+    let batch = (uploader.batch_bytes() / place.bytes).max(1) as usize;
+    for (b, some) in residents.chunks(batch).enumerate() {
+        some.par_iter().enumerate().for_each(|(i, expert)| {
+            write_expert(uploader, &bank, PlaceIx::from(b * batch + i), &moe.experts[expert.index()]);
+        });
+        uploader.flush()?;
+        sent(place.bytes * some.len() as u64);
+    }
+    Ok(bank)
+}
+
+fn lay_moe<'w>(
+    arena: &mut Arena<'w>,
+    norm: u32,
+    moe: &'w MoeWeights,
+    layer: LayerIx,
+    hidden: usize,
+) -> Result<MoeLaid, DeviceError> {
+    if moe.latent.is_some() {
+        return Err(DeviceError::Unfit { why: "latent experts".into() });
+    }
+    let (gate, bias) = (arena.rows(&moe.gate, hidden), arena.floats(&moe.bias));
+    Ok(MoeLaid { norm, gate, bias, shared: arena.mlp(&moe.shared), layer })
 }
 
 fn lay_mamba<'w>(arena: &mut Arena<'w>, norm: u32, mamba: &'w MambaWeights) -> MambaLaid {
@@ -400,7 +508,7 @@ fn parts(
     uploader: &Uploader<'_>,
     what: &str,
     matrix: &Matrix,
-    norm: Option<&[f32]>,
+    norms: Option<[&[f32]; 2]>,
 ) -> Result<Vec<Part>, DeviceError> {
     let format = format_of(matrix.codec());
     if format == Format::Q4 {
@@ -409,21 +517,21 @@ fn parts(
     let cols = padded(matrix.cols());
     let row_bytes = cols / format.chunk() * 16 + 4 * format.side_words(cols);
     let room = context.limits.max_storage_buffer_binding_size.min(context.limits.max_buffer_size) as usize;
-    let rows_max = ((room.saturating_sub(16 * cols + 4096)) / row_bytes / 256 * 256).max(256);
+    let rows_max = ((room.saturating_sub(20 * cols + 4096)) / row_bytes / 256 * 256).max(256);
     let mut parts = Vec::new();
     let mut first = 0;
     while first < matrix.rows() {
         let rows = rows_max.min(matrix.rows() - first);
         let mut space = Space::default();
         let laid = space.matrix(matrix, rows);
-        let at = space.floats(cols);
+        let at = [space.floats(cols), space.floats(cols)];
         let made = buffer(context, what, space.bytes, STORAGE)?;
         write_matrix(uploader, &made, 0, matrix, &laid, first)?;
-        if let Some(norm) = norm {
+        for (norm, at) in norms.into_iter().flatten().zip(at) {
             uploader.write(&made, 16 * u64::from(at), &rows_padded(norm, norm.len()));
         }
         uploader.flush()?;
-        parts.push(Part { buffer: made, laid, first, norm: at });
+        parts.push(Part { buffer: made, laid, first, norm: at[0], draft_norm: at[1] });
         first += rows;
     }
     Ok(parts)

@@ -12,7 +12,7 @@ use crate::case::Case;
 const STEPS: usize = 8;
 
 /// One slot, so that the next session gets the state of the one that was given up.
-fn follow(case: &Case, act: Activations) {
+pub(super) fn follow(case: &Case, act: Activations, start: impl Fn(&Source, &Way) -> Through) {
     let source = Source::of_case(case, act);
     let hidden = source.geometry().hidden;
     let rows = &case.reference.rows;
@@ -24,7 +24,7 @@ fn follow(case: &Case, act: Activations) {
     for places in [None, partial_banks(source.geometry()).first().copied()] {
         for (batches, row_by_row) in [(1, false), (3, true)] {
             let way = Way { slots: Some(1), batches: Some(batches), row_by_row, ..Way::bank(places) };
-            let graph = source.start(&way);
+            let graph = start(&source, &way);
             let mut check = |what: &str, session: riparian::actors::session::SessionHandle| {
                 drop(session);
                 given_up += 1;
@@ -83,12 +83,12 @@ fn follow(case: &Case, act: Activations) {
 #[test]
 fn whoever_comes_after_a_cancel_gets_its_own_ids() {
     if let Some(case) = Case::fixture("tiny-nemo") {
-        follow(&case, Activations::F32);
+        follow(&case, Activations::F32, Source::start);
     }
     if let Some(case) = Case::peer("nemo-q4tp") {
-        follow(&case, Activations::Int8);
+        follow(&case, Activations::Int8, Source::start);
     }
     if let Some(case) = Case::peer("nemo-exact-mtp") {
-        follow(&case, Activations::F32);
+        follow(&case, Activations::F32, Source::start);
     }
 }

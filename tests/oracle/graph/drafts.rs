@@ -45,14 +45,14 @@ impl Drafter for Guesser {
 
 /// How a path of ids is spoilt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Spoilt {
+pub(super) enum Spoilt {
     Right,
     Wrong,
     AtRandom,
 }
 
 impl Spoilt {
-    const ALL: [Self; 3] = [Self::Right, Self::Wrong, Self::AtRandom];
+    pub(super) const ALL: [Self; 3] = [Self::Right, Self::Wrong, Self::AtRandom];
 
     /// Another id of the vocabulary where it is wrong.
     fn path(self, right: &[TokenId]) -> Vec<TokenId> {
@@ -70,15 +70,15 @@ impl Spoilt {
 }
 
 /// A case, what its prompt is continued with, and the host decoder to say so of other prompts.
-struct Known {
-    name: String,
-    source: Source,
-    rows: Vec<f32>,
-    ids: Vec<TokenId>,
+pub(super) struct Known {
+    pub(super) name: String,
+    pub(super) source: Source,
+    pub(super) rows: Vec<f32>,
+    pub(super) ids: Vec<TokenId>,
 }
 
 impl Known {
-    fn new(case: &Case, act: Activations) -> Self {
+    pub(super) fn new(case: &Case, act: Activations) -> Self {
         let source = Source::of_case(case, act);
         let (rows, name) = (case.reference.rows.clone(), format!("{} {act:?}", case.reference.name));
         let ids = source.plain(&rows, STEPS + 8);
@@ -86,24 +86,24 @@ impl Known {
     }
 
     /// Cases with a draft layer; of some only where the whole oracle is.
-    fn all() -> Vec<Self> {
+    pub(super) fn all() -> Vec<Self> {
         let fixtures = ["tiny-nemo", "kernel"].into_iter().filter_map(Case::fixture);
         let files = ["nemo-exact-mtp", "kernel-q4tp"].into_iter().filter_map(Case::peer);
         let f32 = fixtures.map(|case| Self::new(&case, Activations::F32));
         f32.chain(files.map(|case| Self::new(&case, Activations::Int8))).collect()
     }
 
-    fn positions(&self) -> usize {
+    pub(super) fn positions(&self) -> usize {
         self.rows.len() / self.source.geometry().hidden
     }
 
     /// The smallest bank and the full one.
-    fn banks(&self) -> impl Iterator<Item = Option<usize>> + use<> {
+    pub(super) fn banks(&self) -> impl Iterator<Item = Option<usize>> + use<> {
         [None].into_iter().chain(partial_banks(self.source.geometry()).first().copied().map(Some))
     }
 
     /// By position: nothing is drafted for the prompt.
-    fn given(&self, spoilt: Spoilt) -> Arc<[TokenId]> {
+    pub(super) fn given(&self, spoilt: Spoilt) -> Arc<[TokenId]> {
         let mut path = vec![TokenId(0); self.positions()];
         path.extend(spoilt.path(&self.ids));
         path.into()
@@ -169,7 +169,7 @@ fn right_and_wrong_drafts_from_beside_the_device() {
 }
 
 /// A session with an end id, and where it has to end.
-fn ends_at(known: &Known, graph: &Through, eos: TokenId, depth: usize) -> Got {
+pub(super) fn ends_at(known: &Known, graph: &Through, eos: TokenId, depth: usize) -> Got {
     let options = Drafting::Depth(depth).options(&[eos]);
     let got = Through::take(&mut graph.open(&known.rows, &[], Some(STEPS), options));
     let end = known.ids.iter().position(|id| *id == eos).expect("an id of the path");

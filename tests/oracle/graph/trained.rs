@@ -13,14 +13,14 @@ use crate::common::tiny_transcribe_dir;
 use crate::trained::{Ears, golden};
 
 /// A prompt and its ids.
-struct Recording {
-    name: String,
-    rows: Vec<f32>,
-    ids: Vec<TokenId>,
+pub(super) struct Recording {
+    pub(super) name: String,
+    pub(super) rows: Vec<f32>,
+    pub(super) ids: Vec<TokenId>,
 }
 
 /// The golden recordings where they are, else those that travel with the source, whose ids the host decoder says.
-fn recordings(source: &Source, model: &Model) -> Vec<Recording> {
+pub(super) fn recordings(source: &Source, model: &Model) -> Vec<Recording> {
     let ears = Ears::of(model);
     let rows = |wav: &Path| {
         let embedded = |ids: &[TokenId]| {

@@ -1,0 +1,2 @@
+// Activation rows that share each weight read.
+const ROWS: u32 = 3u;
