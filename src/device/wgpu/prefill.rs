@@ -155,7 +155,7 @@ pub fn bytes(geometry: &Geometry, weights: &Weights, rows: usize) -> u64 {
 /// Whether a buffer of a pass must survive a stop: with partial banks it is the slot's own (`protocol.md` §2).
 #[must_use]
 pub fn survives(name: Name) -> bool {
-    [X, NORMED, ROUTES, SHARED_OUT, MADE].contains(&name)
+    [X, NORMED, ROUTES, SHARED_OUT, MADE, super::rounds::TAKEN].contains(&name)
 }
 
 /// What a pass's route and norm left, for the record of a miss.
@@ -368,7 +368,12 @@ impl<'m> Builder<'m> {
         let params = params::TakeRows::default();
         // a workgroup a row, along x
         let buffers = [Name::Control, Name::Given, X];
-        self.push(key, Class::Final, bytemuck::bytes_of(&params), &buffers, Grid::Along);
+        self.push(key.clone(), Class::Final, bytemuck::bytes_of(&params), &buffers, Grid::Along);
+        if self.pass.frame.weights.draft.is_some() {
+            // the draft layer reads them at the pass's end, when the rows of a later pass may lie where they came from
+            let buffers = [Name::Control, Name::Given, super::rounds::TAKEN];
+            self.push(key, Class::Final, bytemuck::bytes_of(&params), &buffers, Grid::Along);
+        }
     }
 
     fn encode(&mut self, class: Class, form: Form, e: &Encode, arena: Name) {

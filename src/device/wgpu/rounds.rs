@@ -343,6 +343,9 @@ pub(super) const HIDDEN: Name = Name::Wide(16);
 /// What it makes of them.
 pub(super) const FUSED: Name = Name::Wide(17);
 
+/// Rows of a wide pass as they came.
+pub(super) const TAKEN: Name = Name::Wide(18);
+
 /// Keys and values of a wide pass, each row's with the row that was read next to it; the last one's waits.
 fn pass_rows(pass: PassFrame<'_>) -> Plan<Key> {
     let frame = pass.frame;
@@ -380,7 +383,7 @@ fn pass_rows(pass: PassFrame<'_>) -> Plan<Key> {
         encode,
         Class::InProj,
         bytemuck::bytes_of(&params),
-        &[Name::Control, arena, Name::Given, HIDDEN, prefill::ACTS, prefill::ACT_SCALE],
+        &[Name::Control, arena, TAKEN, HIDDEN, prefill::ACTS, prefill::ACT_SCALE],
         Grid::Rows { per: 1, x: 1, z: 1 },
     );
     b.product_to_rows(Class::InProj, arena, draft.eh_proj, FUSED);
@@ -398,5 +401,5 @@ pub(super) fn needs(geometry: &Geometry, weights: &Weights, rows: usize) -> Vec<
         return Vec::new();
     }
     let hidden = padded(geometry.hidden);
-    vec![(HIDDEN, rows * hidden), (FUSED, rows * hidden)]
+    vec![(HIDDEN, rows * hidden), (FUSED, rows * hidden), (TAKEN, rows * hidden)]
 }
