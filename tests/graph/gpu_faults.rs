@@ -42,6 +42,7 @@ fn upload(context: Context, decoder: &Decoder, places: usize, positions: usize) 
         window_bytes: 64 << 20,
         keep_logits: false,
         skip: vec![],
+        drafts: None,
     };
     let residents: Vec<Vec<ExpertIx>> =
         bank(decoder, places).into_iter().map(|layer| layer.into_iter().flatten().collect()).collect();
