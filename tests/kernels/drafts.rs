@@ -102,8 +102,7 @@ fn accept() {
     let arena = gpu.buffer(&arena.0);
     let own = choice(&gpu, Format::Q8, true, 1, 1);
     let pipeline = gpu.pipeline(ACCEPT.variant(&own), &[("WG", WG), ("COLS", COLS), ("LAST_BLOCK", 5)]);
-    let params =
-        [GROUPS as u32, VOCAB as u32, 0, base, side, field, 1, ROOM as u32, ROOM as u32, 0, 0, 0];
+    let params = [GROUPS as u32, VOCAB as u32, 0, base, side, field, 1, ROOM as u32, ROOM as u32, 0, 0, 0];
     let params = gpu.buffer(&params);
     let position = 20;
     let mut seen = [0; 5];
@@ -334,9 +333,8 @@ fn draft_fuse() {
     let gpu = gpu();
     let mut rng = Random::new(6);
     let (width, row) = (80, 96);
-    let wide = |x: &[f32]| -> Vec<f32> {
-        x.chunks_exact(width).flat_map(|r| [r, &vec![0.0; row - width]].concat()).collect()
-    };
+    let wide =
+        |x: &[f32]| -> Vec<f32> { x.chunks_exact(width).flat_map(|r| [r, &vec![0.0; row - width]].concat()).collect() };
     for (codec, format) in [(Codec::Q8_2f, Format::Q8), (Codec::Q4tp, Format::Q4), (Codec::Bf16, Format::Bf16)] {
         // a matrix of q4tp has whole groups of 32 columns
         let matrix = random(codec, width, 2 * width, &mut rng);
@@ -370,8 +368,7 @@ fn draft_fuse() {
                 for variant in bodies(&gpu, &DRAFT_FUSE, &choice(&gpu, format, int8, at_once, wide_rows)) {
                     let what = format!("{codec:?} {act:?}, {rows} rows, {:?}", variant.commons);
                     let pipeline = gpu.pipeline(variant, &numbers);
-                    let params =
-                        [e_at, h_at, width as u32, base, side, field, hidden_first, 1, 1, 0, 0, 0];
+                    let params = [e_at, h_at, width as u32, base, side, field, hidden_first, 1, 1, 0, 0, 0];
                     let mut words = control(9);
                     words[15] = kept as u32;
                     let (out, tail) = (gpu.empty(rows * row), gpu.empty(row));

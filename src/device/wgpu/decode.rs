@@ -126,7 +126,11 @@ pub fn record(frame: Frame<'_>) -> Plan<Key> {
     b.section = Section::Accept;
     b.block = None;
     b.head(false);
-    if frame.drafts.is_some() { b.accept() } else { b.pick() }
+    if frame.drafts.is_some() {
+        b.accept()
+    } else {
+        b.pick()
+    }
     b.plan
 }
 
@@ -441,15 +445,7 @@ impl<'m> Builder<'m> {
                 key(&PROJ_ACT, &choice, &numbers, &[]),
                 Class::ShDown,
                 bytemuck::bytes_of(&params),
-                &[
-                    b.control,
-                    arena,
-                    arena,
-                    Name::SharedAct,
-                    Name::SharedScale,
-                    Name::SharedOut(layer),
-                    Name::Routing,
-                ],
+                &[b.control, arena, arena, Name::SharedAct, Name::SharedScale, Name::SharedOut(layer), Name::Routing],
                 groups,
             );
         };

@@ -307,8 +307,7 @@ impl<'m> Builder<'m> {
         let listed = Listed::InOrder;
         let e = Encode { norm, field: laid.field, place: 0, source, stride: hidden, width, layer: NONE, listed };
         self.encode(class, self.form(laid.format), &e, from);
-        let product =
-            Product { from, laid, place: 0, out, stride, offset, to: To::Before, relu2: false, layer: NONE };
+        let product = Product { from, laid, place: 0, out, stride, offset, to: To::Before, relu2: false, layer: NONE };
         self.product(class, &product, ACTS);
     }
 

@@ -534,7 +534,11 @@ impl GpuQueue {
     /// # Errors
     ///
     /// As there, and where no drafts are made.
-    pub fn profile_draft(&mut self, slot: SlotIx, at: usize) -> Result<Vec<(DispatchClass, u32, Duration)>, DeviceError> {
+    pub fn profile_draft(
+        &mut self,
+        slot: SlotIx,
+        at: usize,
+    ) -> Result<Vec<(DispatchClass, u32, Duration)>, DeviceError> {
         self.profile_plan(slot, Profiled::Draft(at))
     }
 

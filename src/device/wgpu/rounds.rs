@@ -328,8 +328,7 @@ impl<'m> Builder<'m> {
             };
             let key = key(&DRAFT_PICK, &self.choice(part.laid.format, 1), &[("COLS", self.hidden())], &[]);
             let name = Name::Embedding(i as u16);
-            let buffers =
-                [Name::ChainControl, name, name, Name::Best, Name::X, Name::Drafts, Name::DraftsGiven];
+            let buffers = [Name::ChainControl, name, name, Name::Best, Name::X, Name::Drafts, Name::DraftsGiven];
             self.push(key, Class::Final, bytemuck::bytes_of(&params), &buffers, [1, 1, 1]);
         }
     }

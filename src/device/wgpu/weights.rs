@@ -417,16 +417,7 @@ impl Weights {
             for (i, word) in map[layers.len() * every..].iter_mut().enumerate() {
                 *word = i as u32;
             }
-            draft = Some(Box::new(DraftLaid {
-                enorm,
-                hnorm,
-                eh_proj,
-                attention,
-                moe,
-                final_norm,
-                decoder_norm,
-                bank,
-            }));
+            draft = Some(Box::new(DraftLaid { enorm, hnorm, eh_proj, attention, moe, final_norm, decoder_norm, bank }));
         }
 
         let draft_norm = draft_weights.map_or(&weights.final_norm, |draft| &draft.final_norm);

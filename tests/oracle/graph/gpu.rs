@@ -34,10 +34,7 @@ fn open(source: &Source, way: &Way) -> Gpu {
         window_bytes: 64 << 20,
         keep_logits: false,
         skip: vec![],
-        drafts: Some(DraftSetup {
-            conventions: source.decoder.draft_conventions(),
-            given: way.given_drafts.clone(),
-        }),
+        drafts: Some(DraftSetup { conventions: source.decoder.draft_conventions(), given: way.given_drafts.clone() }),
     };
     let geometry = source.geometry();
     let bank = |places: usize| (0..places).map(ExpertIx::from).collect::<Vec<_>>();
@@ -78,7 +75,10 @@ fn conventions_are_the_hosts() {
     let Some(case) = Case::fixture("kernel") else { return };
     let decoder = |conventions| {
         let decoder = Host::decoder(&case, Activations::F32, Pool::new(physical_cores()));
-        Source { decoder: Arc::new(decoder.with_draft_conventions(conventions)), ..Source::of_case(&case, Activations::F32) }
+        Source {
+            decoder: Arc::new(decoder.with_draft_conventions(conventions)),
+            ..Source::of_case(&case, Activations::F32)
+        }
     };
     let none = DraftConventions::default();
     let mut seen = vec![];
@@ -104,7 +104,8 @@ fn ids_do_not_depend_on_drafts_or_on_the_bank() {
         for places in known.banks() {
             let all = if small { &Spoilt::ALL[..] } else { &[Spoilt::AtRandom] };
             for spoilt in all {
-                let graph = start(&known.source, &Way { given_drafts: Some(known.given(*spoilt)), ..Way::bank(places) });
+                let graph =
+                    start(&known.source, &Way { given_drafts: Some(known.given(*spoilt)), ..Way::bank(places) });
                 for depth in 1..=4 {
                     let what = format!("{}, {places:?} places, {spoilt:?}, depth {depth}", known.name);
                     let got = graph.run(&known.rows, STEPS, Drafting::Depth(depth));
@@ -217,8 +218,12 @@ fn the_state_behind_a_round_is_plain_decodes() {
                 ];
                 for (got, want) in got.state.blocks.iter().zip(&want.state.blocks) {
                     match (got, want) {
-                        (BlockState::Mamba(g), BlockState::Mamba(w)) => pairs.extend([(&g.conv, &w.conv), (&g.ssm, &w.ssm)]),
-                        (BlockState::Attention(g), BlockState::Attention(w)) => pairs.extend([(&g.k, &w.k), (&g.v, &w.v)]),
+                        (BlockState::Mamba(g), BlockState::Mamba(w)) => {
+                            pairs.extend([(&g.conv, &w.conv), (&g.ssm, &w.ssm)])
+                        }
+                        (BlockState::Attention(g), BlockState::Attention(w)) => {
+                            pairs.extend([(&g.k, &w.k), (&g.v, &w.v)])
+                        }
                         (BlockState::None, BlockState::None) => {}
                         other => panic!("{other:?}"),
                     }
@@ -233,8 +238,7 @@ fn the_state_behind_a_round_is_plain_decodes() {
                 if next.is_multiple_of(7) && next + 8 < STEPS {
                     let mut row = vec![0.0; known.source.geometry().hidden];
                     known.source.decoder.embed(known.ids[next], &mut row);
-                    let options =
-                        SessionOptions { seed: Some(Arc::new(got)), ..Drafting::Depth(depth).options(&[]) };
+                    let options = SessionOptions { seed: Some(Arc::new(got)), ..Drafting::Depth(depth).options(&[]) };
                     let got = Through::take(&mut graph.open(&row, &[], Some(6), options));
                     assert_eq!(got.ids, known.ids[next + 1..next + 7], "seeded behind id number {next}");
                 }
