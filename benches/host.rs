@@ -125,6 +125,24 @@ fn main() {
     group.finish();
     criterion.final_summary();
 
+    // What a region costs beside its work: two items a thread that do nothing, in quick succession and from sleep.
+    let nothing = |pool: &Pool| pool.each(vec![(); 2 * pool.threads()], |()| {});
+    let quick = {
+        let start = Instant::now();
+        (0..10_000).for_each(|_| nothing(&pool));
+        start.elapsed().as_secs_f64() * 1e6 / 1e4
+    };
+    let mut woken: Vec<f64> = (0..101)
+        .map(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(2));
+            let start = Instant::now();
+            nothing(&pool);
+            start.elapsed().as_secs_f64() * 1e6
+        })
+        .collect();
+    woken.sort_by(f64::total_cmp);
+    println!("\nan empty region: {quick:.2} µs in quick succession, {:.1} µs from sleep", woken[woken.len() / 2]);
+
     println!("\n{:28} {:>9} {:>9} {:>7}   (medians of 31 alternating rounds)", "", "GB/s", "read", "share");
     let timed = |f: &mut dyn FnMut()| {
         let start = Instant::now();

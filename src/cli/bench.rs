@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use anyhow::Context as _;
 use clap::Args;
-use riparian::host::{Isa, physical_cores};
+use riparian::host::{Isa, default_threads};
 use riparian::ids::TokenId;
 use riparian::knobs::{Activations, Knobs};
 use riparian::model::synth::has_known_answer;
@@ -223,7 +223,7 @@ impl Bench {
                 Activations::F32 => "f32",
                 Activations::Int8 => "int8",
             },
-            "cpu_threads": setting.knobs.threads.map_or_else(physical_cores, |threads| threads as usize),
+            "cpu_threads": setting.knobs.threads.map_or_else(default_threads, |threads| threads as usize),
             "prompt_len": prompt_len,
             "tokens": last.ids.len(),
             "warmup": self.warmup,

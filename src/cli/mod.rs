@@ -279,7 +279,7 @@ fn block_on<T>(future: impl Future<Output = T>) -> anyhow::Result<T> {
 
 /// Threads for work that is no decoding.
 fn pool(knobs: &Knobs) -> anyhow::Result<rayon::ThreadPool> {
-    let threads = knobs.threads.map_or_else(riparian::host::physical_cores, |threads| threads as usize);
+    let threads = knobs.threads.map_or_else(riparian::host::default_threads, |threads| threads as usize);
     Ok(rayon::ThreadPoolBuilder::new().num_threads(threads).build()?)
 }
 

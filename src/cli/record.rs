@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
-use riparian::host::{Decoder, Pool, physical_cores, routes_of};
+use riparian::host::{Decoder, Pool, default_threads, routes_of};
 use riparian::ids::TokenId;
 use riparian::knobs::Knobs;
 use riparian::model::Model;
@@ -26,7 +26,7 @@ pub(crate) struct Recorder {
 
 /// A decoder that finds routes out on the host, in the arithmetic the knobs ask for.
 pub(crate) fn decoder(model: &Arc<Model>, knobs: &Knobs) -> Decoder {
-    let threads = knobs.threads.map_or_else(physical_cores, |threads| threads as usize);
+    let threads = knobs.threads.map_or_else(default_threads, |threads| threads as usize);
     Decoder::new(Arc::clone(model), knobs.act, Pool::new(threads))
 }
 

@@ -200,6 +200,10 @@ impl Companion for HostCompanion {
     }
 }
 
+fn rows_of(wanted: &[(ExpertIx, Vec<u32>)]) -> Vec<ExpertRows> {
+    wanted.iter().map(|(expert, rows)| ExpertRows { expert: *expert, rows: rows.clone() }).collect()
+}
+
 fn embed(decoder: &Decoder, id: TokenId) -> Vec<f32> {
     let mut row = vec![0.0; decoder.geometry().hidden];
     decoder.embed(id, &mut row);
@@ -352,9 +356,16 @@ impl Maths for HostMaths {
     }
 
     fn experts(&mut self, layer: LayerIx, normed: &[f32], wanted: &[(ExpertIx, Vec<u32>)]) -> Vec<f32> {
-        let wanted: Vec<ExpertRows> =
-            wanted.iter().map(|(expert, rows)| ExpertRows { expert: *expert, rows: rows.clone() }).collect();
-        self.decoder.experts(layer, normed, &wanted)
+        self.decoder.experts(layer, normed, &rows_of(wanted))
+    }
+
+    fn experts_and_shared(
+        &mut self,
+        layer: LayerIx,
+        normed: &[f32],
+        wanted: &[(ExpertIx, Vec<u32>)],
+    ) -> (Vec<f32>, Vec<f32>) {
+        self.decoder.experts_and_shared(layer, normed, &rows_of(wanted))
     }
 
     fn shared(&mut self, layer: LayerIx, normed: &[f32]) -> Vec<f32> {

@@ -48,6 +48,17 @@ pub(crate) trait Maths: Send {
     /// The shared expert `[n, hidden]`.
     fn shared(&mut self, layer: LayerIx, normed: &[f32]) -> Vec<f32>;
 
+    /// [`experts`](Self::experts) and [`shared`](Self::shared) together.
+    fn experts_and_shared(
+        &mut self,
+        layer: LayerIx,
+        normed: &[f32],
+        wanted: &[(ExpertIx, Vec<u32>)],
+    ) -> (Vec<f32>, Vec<f32>) {
+        let outputs = if wanted.is_empty() { Vec::new() } else { self.experts(layer, normed, wanted) };
+        (outputs, self.shared(layer, normed))
+    }
+
     /// The closing sum: `outputs [n, top_k, expert_width]` weighted, and the shared expert, added to the rows.
     ///
     /// # Errors
@@ -443,22 +454,26 @@ impl<M: Maths> Machine<M> {
                 Some((i, held.unwrap_or(*expert)))
             })
             .collect();
-        self.compute(layer, &mut scratch, resident);
-        scratch.shared = self.maths.shared(layer, &scratch.routed.normed);
+        self.compute(layer, &mut scratch, resident, true);
         self.slots[home].scratch = scratch;
     }
 
-    /// Experts for the given picks, into their outputs.
-    fn compute(&mut self, layer: LayerIx, scratch: &mut Scratch, mut picks: Vec<(usize, ExpertIx)>) {
+    /// Experts for the given picks, into their outputs; the shared expert too if asked for.
+    fn compute(&mut self, layer: LayerIx, scratch: &mut Scratch, mut picks: Vec<(usize, ExpertIx)>, shared: bool) {
         let (k, width) = (self.facts.top_k, self.facts.expert_width);
         picks.sort_unstable_by_key(|(at, expert)| (*expert, *at));
         let wanted: Vec<(ExpertIx, Vec<u32>)> = (picks.chunk_by(|a, b| a.1 == b.1))
             .map(|same| (same[0].1, same.iter().map(|(at, _)| (at / k) as u32).collect()))
             .collect();
-        if wanted.is_empty() {
+        let made = if shared {
+            let (made, shared) = self.maths.experts_and_shared(layer, &scratch.routed.normed, &wanted);
+            scratch.shared = shared;
+            made
+        } else if wanted.is_empty() {
             return;
-        }
-        let made = self.maths.experts(layer, &scratch.routed.normed, &wanted);
+        } else {
+            self.maths.experts(layer, &scratch.routed.normed, &wanted)
+        };
         for ((at, _), made) in picks.iter().zip(made.chunks_exact(width)) {
             scratch.outputs[at * width..(at + 1) * width].copy_from_slice(made);
             scratch.have[*at] = true;
@@ -614,7 +629,7 @@ impl<M: Maths> Machine<M> {
             .filter(|(i, pick)| **pick == expert && scratch.places[*i].is_none() && !scratch.have[*i])
             .map(|(i, pick)| (i, *pick))
             .collect();
-        self.compute(layer, &mut scratch, picks);
+        self.compute(layer, &mut scratch, picks, false);
         self.slots[home].scratch = scratch;
     }
 

@@ -14,7 +14,7 @@ use crate::model::state::KvState;
 use crate::model::weights::AttentionWeights;
 
 /// Keys of a tile.
-const TILE: usize = 128;
+pub(crate) const TILE: usize = 128;
 /// Rows of a task: they share the reading of the keys.
 const ROWS: usize = 8;
 
@@ -52,10 +52,10 @@ pub(crate) fn mix(
 /// What one tile, or several merged ones, give for a query.
 #[derive(Clone)]
 pub(crate) struct Partial {
-    max: f32,
-    sum: f32,
+    pub(crate) max: f32,
+    pub(crate) sum: f32,
     /// `[head_dim]`
-    acc: Vec<f32>,
+    pub(crate) acc: Vec<f32>,
 }
 
 impl Partial {
@@ -180,51 +180,94 @@ pub(crate) struct Tile<'a> {
     t: usize,
 }
 
-impl Tile<'_> {
+impl<'a> Tile<'a> {
     /// Partials `[rows, heads that share the KV head]`.
     fn attend(&self, set: &Set) -> Vec<Partial> {
         let n = self.q.len() / self.geometry.q_width();
         let rows = (n - self.first).min(ROWS);
-        let share = self.geometry.heads / self.geometry.kv_heads;
-        let mut partials = vec![Partial::empty(self.geometry.head_dim); rows * share];
+        let mut partials = vec![Partial::empty(self.head_dim()); rows * self.share()];
         (set.attend)(self, &mut partials);
         partials
+    }
+
+    /// Values of a head.
+    pub(crate) fn head_dim(&self) -> usize {
+        self.geometry.head_dim
+    }
+
+    /// Query heads that share the KV head.
+    pub(crate) fn share(&self) -> usize {
+        self.geometry.heads / self.geometry.kv_heads
+    }
+
+    /// What scores are multiplied by.
+    pub(crate) fn factor(&self) -> f32 {
+        1.0 / (self.head_dim() as f32).sqrt()
+    }
+
+    /// How many of the tile's keys the row at `row` of those asked for may see.
+    pub(crate) fn keys(&self, row: usize) -> usize {
+        (self.past + self.first + row + 1).saturating_sub(self.t * TILE).min(TILE)
+    }
+
+    /// A row's query for one of the sharing heads.
+    pub(crate) fn query(&self, row: usize, head: usize) -> &'a [f32] {
+        let at = (self.first + row) * self.geometry.q_width() + (self.kv_head * self.share() + head) * self.head_dim();
+        &self.q[at..at + self.head_dim()]
+    }
+
+    /// The tile's key number `j`.
+    pub(crate) fn key(&self, j: usize) -> &'a [f32] {
+        &self.kv.k[self.line(j)..][..self.head_dim()]
+    }
+
+    /// The tile's value number `j`.
+    pub(crate) fn value(&self, j: usize) -> &'a [f32] {
+        &self.kv.v[self.line(j)..][..self.head_dim()]
+    }
+
+    fn line(&self, j: usize) -> usize {
+        (self.t * TILE + j) * self.geometry.kv_width() + self.kv_head * self.head_dim()
     }
 }
 
 /// Fills the partials of one tile.
 #[inline(always)]
 pub(crate) fn attend_body(tile: &Tile<'_>, partials: &mut [Partial]) {
-    let geometry = tile.geometry;
-    let (dim, width, kv_width) = (geometry.head_dim, geometry.q_width(), geometry.kv_width());
-    let share = geometry.heads / geometry.kv_heads;
-    let factor = 1.0 / (dim as f32).sqrt();
-    let line = |j: usize| j * kv_width + tile.kv_head * dim..j * kv_width + (tile.kv_head + 1) * dim;
+    let (share, factor) = (tile.share(), tile.factor());
     let mut scores = [0.0f32; TILE];
     for (i, partial) in partials.iter_mut().enumerate() {
-        let row = tile.first + i / share;
-        let keys = tile.t * TILE..((tile.t + 1) * TILE).min(tile.past + row + 1);
-        if keys.is_empty() {
+        let keys = tile.keys(i / share);
+        if keys == 0 {
             continue;
         }
-        let query = &tile.q[row * width + (tile.kv_head * share + i % share) * dim..][..dim];
-        let scores = &mut scores[..keys.len()];
-        for (score, j) in scores.iter_mut().zip(keys.clone()) {
-            *score = math::dot(query, &tile.kv.k[line(j)]) * factor;
-            if *score > partial.max || score.is_nan() {
-                partial.max = *score;
-            }
+        let query = tile.query(i / share, i % share);
+        let scores = &mut scores[..keys];
+        for (j, score) in scores.iter_mut().enumerate() {
+            *score = math::dot(query, tile.key(j)) * factor;
         }
-        for score in &mut *scores {
-            *score = math::exp(*score - partial.max);
-        }
-        partial.sum = scores.iter().sum();
-        for (weight, j) in scores.iter().zip(keys) {
-            for (acc, v) in partial.acc.iter_mut().zip(&tile.kv.v[line(j)]) {
+        weigh(scores, partial);
+        for (j, weight) in scores.iter().enumerate() {
+            for (acc, v) in partial.acc.iter_mut().zip(tile.value(j)) {
                 *acc += weight * v;
             }
         }
     }
+}
+
+/// Turns a tile's scores into weights below its largest, and notes that and their sum.
+#[inline(always)]
+pub(crate) fn weigh(scores: &mut [f32], partial: &mut Partial) {
+    for score in scores.iter() {
+        // A NaN must stay one: `f32::max` would drop it.
+        if *score > partial.max || score.is_nan() {
+            partial.max = *score;
+        }
+    }
+    for score in scores.iter_mut() {
+        *score = math::exp(*score - partial.max);
+    }
+    partial.sum = math::sum(scores);
 }
 
 /// Appends the keys and values of normed rows `[n, hidden]`, computing no output.
@@ -239,4 +282,70 @@ pub(crate) fn remember(pool: &Pool, weights: &AttentionWeights, act: Activations
         Job { matrix: &weights.v, input: &inputs[1], out: &mut kv.v[past..] },
     ];
     run(pool, jobs);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::Isa;
+
+    fn values(len: usize, seed: usize) -> Vec<f32> {
+        (0..len).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1000.0 - 1.0).collect()
+    }
+
+    /// Attention with f64 sums, straight from the formula.
+    fn plain(geometry: &AttentionGeometry, q: &[f32], kv: &KvState, past: usize) -> Vec<f32> {
+        let (dim, share) = (geometry.head_dim, geometry.heads / geometry.kv_heads);
+        let mut out = Vec::with_capacity(q.len());
+        for (row, q) in q.chunks_exact(geometry.q_width()).enumerate() {
+            for (head, q) in q.chunks_exact(dim).enumerate() {
+                let line = |j: usize| j * geometry.kv_width() + head / share * dim;
+                let scores: Vec<f64> = (0..past + row + 1)
+                    .map(|j| {
+                        q.iter().zip(&kv.k[line(j)..]).map(|(q, k)| f64::from(q * k)).sum::<f64>() / (dim as f64).sqrt()
+                    })
+                    .collect();
+                let top = scores.iter().copied().fold(f64::MIN, f64::max);
+                let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
+                let sum: f64 = weights.iter().sum();
+                for d in 0..dim {
+                    let value: f64 = weights.iter().enumerate().map(|(j, w)| w * f64::from(kv.v[line(j) + d])).sum();
+                    out.push((value / sum) as f32);
+                }
+            }
+        }
+        out
+    }
+
+    /// Every set's attention is the formula's, whatever the heads that share keys, and a row does not depend on its company.
+    #[test]
+    fn every_attention_agrees() {
+        for (heads, kv_heads, head_dim) in [(4, 1, 128), (6, 2, 64), (5, 1, 128), (2, 2, 16), (3, 3, 64)] {
+            let geometry = AttentionGeometry { heads, kv_heads, head_dim };
+            for (past, n) in [(0, 1), (0, 9), (127, 1), (128, 3), (300, 1), (120, 21)] {
+                let kv = KvState {
+                    k: values((past + n) * geometry.kv_width(), 1),
+                    v: values((past + n) * geometry.kv_width(), 2),
+                };
+                let q: Vec<f32> = values(n * geometry.q_width(), 3).iter().map(|q| 3.0 * q).collect();
+                let wanted = plain(&geometry, &q, &kv, past);
+                for isa in Isa::present() {
+                    let pool = Pool::with_isa(2, isa);
+                    let seen = attend(&pool, &geometry, &q, &kv, past);
+                    for (seen, wanted) in seen.iter().zip(&wanted) {
+                        assert!((seen - wanted).abs() < 1e-5, "{isa} {geometry:?} {past} {n}: {seen} for {wanted}");
+                    }
+                    let width = geometry.q_width();
+                    for row in 0..n {
+                        let alone = KvState {
+                            k: kv.k[..(past + row + 1) * geometry.kv_width()].to_vec(),
+                            v: kv.v[..(past + row + 1) * geometry.kv_width()].to_vec(),
+                        };
+                        let alone = attend(&pool, &geometry, &q[row * width..(row + 1) * width], &alone, past + row);
+                        assert_eq!(alone, seen[row * width..(row + 1) * width], "{isa} row {row}");
+                    }
+                }
+            }
+        }
+    }
 }

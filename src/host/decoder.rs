@@ -226,6 +226,14 @@ impl Decoder {
         moe::experts(&self.pool, self.layer(layer).1, self.act, normed, wanted, None)
     }
 
+    /// [`Decoder::experts`] and [`Decoder::shared`] in one parallel region.
+    pub fn experts_and_shared(&self, layer: LayerIx, normed: &[f32], wanted: &[ExpertRows]) -> (Vec<f32>, Vec<f32>) {
+        let mut shared = vec![0.0; normed.len()];
+        let weights = self.layer(layer).1;
+        let outputs = moe::experts(&self.pool, weights, self.act, normed, wanted, Some(&mut shared));
+        (outputs, shared)
+    }
+
     /// The shared expert's output, `[n, hidden]`.
     pub fn shared(&self, layer: LayerIx, normed: &[f32]) -> Vec<f32> {
         moe::shared(&self.pool, self.layer(layer).1, self.act, normed)
@@ -360,8 +368,7 @@ impl Decoder {
         let wanted = routes.by_expert(top_k);
         let lines = routes.lines(top_k, &wanted);
         let weights = self.layer(layer).1;
-        let mut shared = vec![0.0; rows.len()];
-        let outputs = moe::experts(&self.pool, weights, self.act, &routes.normed, &wanted, Some(&mut shared));
+        let (outputs, shared) = self.experts_and_shared(layer, &routes.normed, &wanted);
         let outputs = moe::Outputs { values: &outputs, lines: &lines };
         moe::sum(&self.pool, weights, self.act, rows, &routes.weights, outputs, &shared);
         Ok(())
@@ -376,7 +383,7 @@ impl Decoder {
         let mut out = vec![0.0; rows.len()];
         let finite = AtomicBool::new(true);
         let work = out.chunks_mut(ROWS * hidden).zip(rows.chunks(ROWS * hidden)).collect();
-        self.pool.each(work, |(out, rows): (&mut [f32], &[f32])| {
+        self.pool.each_of(rows.len(), work, |(out, rows): (&mut [f32], &[f32])| {
             for (out, row) in out.chunks_exact_mut(hidden).zip(rows.chunks_exact(hidden)) {
                 if !norm::rms(row, w, eps, out).is_finite() {
                     finite.store(false, Ordering::Relaxed);

@@ -7,7 +7,7 @@
 //! projections are the rest: a chunked matrix form would win nothing.)
 
 use super::kernels::{Job, Set, prepare, run};
-use super::{math, norm};
+use super::math;
 use crate::host::Pool;
 use crate::knobs::Activations;
 use crate::model::geometry::MambaGeometry;
@@ -48,12 +48,13 @@ pub(crate) fn mix(
     if let (Some(snapshots), Some(after)) = (snapshots, after) {
         snapshots.extend(after);
     }
+    let set = Set::of(pool.isa());
     // Rows of a task.
     const ROWS: usize = 4;
     let rows = o.chunks_mut(ROWS * inner).zip(projected.chunks(ROWS * width)).collect();
     pool.each(rows, |(o, projected): (&mut [f32], &[f32])| {
         for (o, projected) in o.chunks_exact_mut(inner).zip(projected.chunks_exact(width)) {
-            norm::gated_groups(o, &projected[..inner], &weights.norm, geometry.groups, eps);
+            (set.gate)(o, &projected[..inner], &weights.norm, geometry.groups, eps);
         }
     });
 
@@ -75,10 +76,13 @@ fn convolve(
     let (channels, taps, width) = (geometry.conv_channels(), geometry.d_conv, geometry.in_proj_rows());
     let n = projected.len() / width;
     let mut out = vec![0.0; n * channels];
+    let set = Set::of(pool.isa());
+    let bias = &weights.conv_bias;
     if n < LONG {
         let mut after = after;
         for (t, (row, out)) in projected.chunks_exact(width).zip(out.chunks_exact_mut(channels)).enumerate() {
-            convolve_row(weights, taps, &row[geometry.inner()..][..channels], state, out);
+            let u = &row[geometry.inner()..][..channels];
+            (set.convolve)(&mut Convolution { taps, bias, weights: &weights.conv, given: Given::Next(u, state), out });
             if let Some(after) = after.as_deref_mut() {
                 after[t].conv.copy_from_slice(state);
             }
@@ -102,15 +106,14 @@ fn convolve(
             kernel[i * channels + c] = *w;
         }
     }
-    let rows = out.chunks_exact_mut(channels).enumerate().collect();
-    pool.each(rows, |(t, out): (usize, &mut [f32])| {
-        out.copy_from_slice(&weights.conv_bias);
-        for (i, w) in kernel.chunks_exact(channels).enumerate() {
-            for ((out, u), w) in out.iter_mut().zip(&inputs[(t + i) * channels..]).zip(w) {
-                *out += u * w;
-            }
+    // Rows of a task.
+    const ROWS: usize = 8;
+    let rows = out.chunks_mut(ROWS * channels).enumerate().collect();
+    pool.each(rows, |(task, out): (usize, &mut [f32])| {
+        for (t, out) in out.chunks_exact_mut(channels).enumerate() {
+            let given = Given::All(&inputs[(task * ROWS + t) * channels..]);
+            (set.convolve)(&mut Convolution { taps, bias, weights: &kernel, given, out });
         }
-        out.iter_mut().for_each(|x| *x = math::silu(*x));
     });
     let keep = |state: &mut [f32], rows: usize| {
         for c in 0..channels {
@@ -126,26 +129,61 @@ fn convolve(
     out
 }
 
-/// One row, channel by channel, in the same order of additions.
-fn convolve_row(weights: &MambaWeights, taps: usize, u: &[f32], state: &mut [f32], out: &mut [f32]) {
-    let (past, bias) = (taps - 1, &weights.conv_bias);
-    if taps == 4 {
-        // The published width, spelt out for the compiler.
-        let (state, w) = (state.as_chunks_mut::<3>().0, weights.conv.as_chunks::<4>().0);
-        for (((out, bias), u), (state, w)) in out.iter_mut().zip(bias).zip(u).zip(state.iter_mut().zip(w)) {
-            *out = (((bias + state[0] * w[0]) + state[1] * w[1]) + state[2] * w[2]) + u * w[3];
-            *state = [state[1], state[2], *u];
-        }
-    } else {
-        for (c, out) in out.iter_mut().enumerate() {
-            let (state, w) = (&mut state[c * past..(c + 1) * past], &weights.conv[c * taps..(c + 1) * taps]);
-            *out = bias[c];
-            for (u, w) in state.iter().chain([&u[c]]).zip(w) {
-                *out += u * w;
+/// One row of a convolution.
+pub(crate) struct Convolution<'a> {
+    /// `K`
+    taps: usize,
+    /// `[channels]`
+    bias: &'a [f32],
+    /// `[channels, K]`, or `[K, channels]` where all inputs are given.
+    weights: &'a [f32],
+    given: Given<'a>,
+    /// `[channels]`
+    out: &'a mut [f32],
+}
+
+/// A row's inputs.
+enum Given<'a> {
+    /// The newest `[channels]` and the state `[channels, K - 1]`, which moves on.
+    Next(&'a [f32], &'a mut [f32]),
+    /// `[K, channels]`, the newest last.
+    All(&'a [f32]),
+}
+
+/// `silu(bias + sum of weight · input)`, the oldest input first.
+#[inline(always)]
+pub(crate) fn convolve_body(row: &mut Convolution<'_>) {
+    let Convolution { taps, bias, weights, given, out } = row;
+    let (taps, out) = (*taps, &mut **out);
+    match given {
+        Given::All(inputs) => {
+            out.copy_from_slice(bias);
+            for (u, w) in inputs.chunks_exact(out.len()).zip(weights.chunks_exact(out.len())) {
+                for ((out, u), w) in out.iter_mut().zip(u).zip(w) {
+                    *out += u * w;
+                }
             }
-            if past > 0 {
-                state.rotate_left(1);
-                state[past - 1] = u[c];
+        }
+        Given::Next(u, state) if taps == 4 => {
+            // The published width, spelt out for the compiler.
+            let (state, w) = (state.as_chunks_mut::<3>().0, weights.as_chunks::<4>().0);
+            for (((out, bias), u), (state, w)) in out.iter_mut().zip(*bias).zip(*u).zip(state.iter_mut().zip(w)) {
+                *out = (((bias + state[0] * w[0]) + state[1] * w[1]) + state[2] * w[2]) + u * w[3];
+                *state = [state[1], state[2], *u];
+            }
+        }
+        Given::Next(u, state) => {
+            let past = taps - 1;
+            for (c, out) in out.iter_mut().enumerate() {
+                let (state, w) = (&mut state[c * past..(c + 1) * past], &weights[c * taps..(c + 1) * taps]);
+                *out = bias[c];
+                for (u, w) in state.iter().chain([&u[c]]).zip(w) {
+                    *out += u * w;
+                }
+                if past > 0 {
+                    state.rotate_left(1);
+                    state[past - 1] = u[c];
+                }
             }
         }
     }
@@ -261,4 +299,88 @@ fn step(s: &mut [f32], decay: f32, x: f32, b: &[f32], c: &[f32]) -> f32 {
         lanes[l] += *s * c;
     }
     math::tree(lanes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::Isa;
+
+    fn values(len: usize, seed: usize) -> Vec<f32> {
+        (0..len).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1000.0 - 1.0).collect()
+    }
+
+    /// Every set's scan does what the plain one does, at each width that has a version of its own and at others.
+    #[test]
+    fn every_scan_agrees() {
+        for (p, d_state) in [(16, 64), (64, 128), (48, 128), (32, 256), (8, 128), (16, 48), (3, 7)] {
+            for n in [1, 2, 7, 8, 9, 33] {
+                let channels = p + 2 * d_state + 5;
+                let convolved = values(n * channels, 1);
+                let run = |set: &Set| {
+                    let mut state = values(p * d_state, 2);
+                    let (mut out, mut after) = (vec![0.0; n * p], vec![0.0; n * p * d_state]);
+                    let mut head = Head {
+                        index: 0,
+                        state: &mut state,
+                        out: out.chunks_exact_mut(p).collect(),
+                        after: after.chunks_exact_mut(p * d_state).collect(),
+                        steps: (0..n).map(|t| (0.01 + t as f32 * 0.003, 0.99 - t as f32 * 0.01)).collect(),
+                        skip: 0.5,
+                        convolved: &convolved,
+                        channels,
+                        at: [5, 5 + p, 5 + p + d_state],
+                        d_state,
+                    };
+                    (set.scan)(&mut head);
+                    (state, out, after)
+                };
+                let wanted = run(Set::of(Isa::Portable));
+                for isa in Isa::present() {
+                    let seen = run(Set::of(isa));
+                    let pairs = [(&seen.0, &wanted.0), (&seen.1, &wanted.1), (&seen.2, &wanted.2)];
+                    for (seen, wanted) in pairs {
+                        for (seen, wanted) in seen.iter().zip(wanted) {
+                            let most = 2e-6 * (1.0 + wanted.abs()) * (d_state as f32).sqrt();
+                            assert!((seen - wanted).abs() <= most, "{isa} {p} {d_state} {n}: {seen} for {wanted}");
+                        }
+                    }
+                    assert_eq!(seen.2[(n - 1) * p * d_state..], seen.0, "the last snapshot is the state");
+                }
+            }
+        }
+    }
+
+    /// A prompt gives the same bits however it is cut.
+    #[test]
+    fn a_scan_goes_on_where_it_stopped() {
+        let (p, d_state, n) = (64, 128, 21);
+        let channels = p + 2 * d_state;
+        let convolved = values(n * channels, 3);
+        for isa in Isa::present() {
+            let run = |cuts: &[usize]| {
+                let (mut state, mut out) = (values(p * d_state, 4), vec![0.0; n * p]);
+                let mut from = 0;
+                for to in cuts {
+                    let mut head = Head {
+                        index: 0,
+                        state: &mut state,
+                        out: out[from * p..to * p].chunks_exact_mut(p).collect(),
+                        after: Vec::new(),
+                        steps: (from..*to).map(|t| (0.02 + t as f32 * 0.001, 0.97)).collect(),
+                        skip: -0.25,
+                        convolved: &convolved[from * channels..],
+                        channels,
+                        at: [0, p, p + d_state],
+                        d_state,
+                    };
+                    (Set::of(isa).scan)(&mut head);
+                    from = *to;
+                }
+                (state, out)
+            };
+            let whole = run(&[n]);
+            assert_eq!(run(&[1, 2, 5, 13, n]), whole, "{isa}");
+        }
+    }
 }

@@ -99,6 +99,22 @@ pub(crate) fn tree(mut lanes: [f32; 16]) -> f32 {
     lanes[0]
 }
 
+/// Sum, 16 lanes.
+#[inline(always)]
+pub(crate) fn sum(x: &[f32]) -> f32 {
+    let mut lanes = [0.0; 16];
+    let (whole, tail) = x.as_chunks::<16>();
+    for x in whole {
+        for l in 0..16 {
+            lanes[l] += x[l];
+        }
+    }
+    for (lane, x) in lanes.iter_mut().zip(tail) {
+        *lane += x;
+    }
+    tree(lanes)
+}
+
 /// Dot product, 16 lanes.
 #[inline(always)]
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {

@@ -35,6 +35,21 @@ struct Inner {
     ready: OnceLock<Option<Input>>,
 }
 
+impl Inner {
+    /// The rows for `down`, once they are there. They nearly are: looking again is quicker than being woken.
+    fn wait(&self) -> Option<&Input> {
+        /// Some ten microseconds.
+        const LOOKS: usize = 1 << 10;
+        for _ in 0..LOOKS {
+            if let Some(ready) = self.ready.get() {
+                return ready.as_ref();
+            }
+            std::hint::spin_loop();
+        }
+        self.ready.wait().as_ref()
+    }
+}
+
 /// Opens the way for waiting threads when the one they wait for panics.
 struct Release<'a>(&'a Inner);
 
@@ -91,7 +106,7 @@ pub(crate) fn run(pool: &Pool, act: Activations, jobs: Vec<Job<'_>>) {
         }
         Item::Down { job, rows, mut out, weights } => {
             // Begun after every `up` tile was begun by somebody, so nobody waits for work that nobody does.
-            if let Some(input) = inners[job].ready.wait() {
+            if let Some(input) = inners[job].wait() {
                 tile(set, &weights.down, rows, input, |r, i, y| out[i][r..r + y.len()].copy_from_slice(y));
             }
         }

@@ -17,6 +17,7 @@ mod norm;
 mod pool;
 mod routes;
 mod sequence;
+mod team;
 
 pub use decoder::{Decoder, NotFinite, Observer, Place, Snapshots};
 pub use draft::DraftConventions;
@@ -24,6 +25,6 @@ pub use head::Pick;
 pub use isa::{Isa, IsaError};
 pub use kernels::{matmul, regions_run, row};
 pub use moe::{ExpertRows, Routes};
-pub use pool::{Pool, physical_cores};
+pub use pool::{Pool, default_threads, physical_cores};
 pub use routes::routes_of;
 pub use sequence::{HostSequence, Round, SequenceError};

@@ -89,18 +89,24 @@ pub(crate) fn route(
     let set = Set::of(pool.isa());
     let mut logits = vec![0.0; geometry.experts * n];
     let work = logits.chunks_mut(EXPERTS * n.max(1)).zip(weights.gate.chunks(EXPERTS * hidden)).collect();
-    pool.each(work, |(logits, gate): (&mut [f32], &[f32])| (set.dots)(gate, normed, hidden, logits));
+    pool.each_of(weights.gate.len(), work, |(logits, gate): (&mut [f32], &[f32])| {
+        (set.dots)(gate, normed, hidden, logits);
+    });
     let mut picks = vec![ExpertIx(0); n * geometry.top_k];
     let mut shares = vec![0.0; n * geometry.top_k];
     let work = picks.chunks_mut(ROWS * geometry.top_k).zip(shares.chunks_mut(ROWS * geometry.top_k)).enumerate();
-    pool.each(work.collect(), |(task, (picks, shares)): (usize, (&mut [ExpertIx], &mut [f32]))| {
-        let rows = picks.chunks_exact_mut(geometry.top_k).zip(shares.chunks_exact_mut(geometry.top_k));
-        for (i, (picks, shares)) in rows.enumerate() {
-            let i = task * ROWS + i;
-            let probabilities: Vec<f32> = (0..geometry.experts).map(|e| math::sigmoid(logits[e * n + i])).collect();
-            choose(geometry, &weights.bias, &probabilities, picks, shares);
-        }
-    });
+    pool.each_of(
+        n * geometry.experts,
+        work.collect(),
+        |(task, (picks, shares)): (usize, (&mut [ExpertIx], &mut [f32]))| {
+            let rows = picks.chunks_exact_mut(geometry.top_k).zip(shares.chunks_exact_mut(geometry.top_k));
+            for (i, (picks, shares)) in rows.enumerate() {
+                let i = task * ROWS + i;
+                let probabilities: Vec<f32> = (0..geometry.experts).map(|e| math::sigmoid(logits[e * n + i])).collect();
+                choose(geometry, &weights.bias, &probabilities, picks, shares);
+            }
+        },
+    );
     (picks, shares)
 }
 
@@ -162,7 +168,8 @@ pub(crate) fn experts(
     let common = Common::new(pool, weights, act, latent.as_deref().unwrap_or(normed), wanted);
     // What does not take all rows takes some of them.
     let mut own: Vec<Option<Input>> = wanted.iter().map(|_| None).collect();
-    pool.each(own.iter_mut().zip(wanted).collect(), |(own, wanted): (&mut Option<Input>, &ExpertRows)| {
+    let values = total * weights.experts.first().map_or(0, |one| one.up.cols());
+    pool.each_of(values, own.iter_mut().zip(wanted).collect(), |(own, wanted): (&mut Option<Input>, &ExpertRows)| {
         *own = common.gather(weights, act, wanted);
     });
     let input_of = |i: usize| own[i].as_ref().unwrap_or_else(|| common.whole(weights, &wanted[i]));
@@ -268,7 +275,8 @@ pub(crate) fn sum(
     let n = rows.len() / hidden;
     let top_k = shares.len() / n;
     let mut routed = vec![0.0; n * width];
-    pool.each(routed.chunks_mut(ROWS * width).enumerate().collect(), |(task, routed): (usize, &mut [f32])| {
+    let work = routed.chunks_mut(ROWS * width).enumerate().collect();
+    pool.each_of(n * top_k * width, work, |(task, routed): (usize, &mut [f32])| {
         for (i, routed) in routed.chunks_exact_mut(width).enumerate() {
             let first = (task * ROWS + i) * top_k;
             for (share, line) in shares[first..].iter().zip(&outputs.lines[first..]).take(top_k) {
@@ -285,7 +293,7 @@ pub(crate) fn sum(
         routed = wide;
     }
     let work = rows.chunks_mut(ROWS * hidden).zip(routed.chunks(ROWS * hidden)).zip(shared.chunks(ROWS * hidden));
-    pool.each(work.collect(), |((rows, routed), shared): ((&mut [f32], &[f32]), &[f32])| {
+    pool.each_of(n * hidden, work.collect(), |((rows, routed), shared): ((&mut [f32], &[f32]), &[f32])| {
         for ((row, routed), shared) in rows.iter_mut().zip(routed).zip(shared) {
             *row += routed + shared;
         }

@@ -3,7 +3,7 @@
 use super::math;
 
 /// Mean of the squares.
-#[inline]
+#[inline(always)]
 fn mean_square(x: &[f32]) -> f32 {
     math::dot(x, x) / x.len() as f32
 }
@@ -34,6 +34,7 @@ pub(crate) fn layer(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) -> f32 {
 }
 
 /// Gated group norm in place: `v = o · silu(z)`, each of `groups` equal parts divided by its root mean square, times `w`.
+#[inline(always)]
 pub(crate) fn gated_groups(o: &mut [f32], z: &[f32], w: &[f32], groups: usize, eps: f32) {
     let width = o.len() / groups;
     for ((o, z), w) in o.chunks_exact_mut(width).zip(z.chunks_exact(width)).zip(w.chunks_exact(width)) {

@@ -8,11 +8,15 @@
 use std::fmt;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
-use rayon::{Scope, ThreadPool};
 
 use super::isa::Isa;
+use super::team::Team;
+
+/// Values below which element-wise work is done before a second thread has come.
+const SPREAD: usize = 1 << 14;
 
 /// A handle on a set of threads; clones share them.
 #[derive(Clone)]
@@ -22,7 +26,7 @@ pub struct Pool {
 
 struct Inner {
     /// Threads beside the caller; none when one thread is all there is.
-    helpers: Option<ThreadPool>,
+    helpers: Option<Team>,
     threads: usize,
     isa: Isa,
 }
@@ -44,7 +48,7 @@ impl Pool {
     ///
     /// When the system refuses a thread.
     pub fn try_new(threads: usize) -> io::Result<Self> {
-        Self::build(threads, Isa::best()).map_err(io::Error::other)
+        Self::build(threads, Isa::best())
     }
 
     /// A pool whose kernels use `isa`; get it from [`Isa::require`].
@@ -58,17 +62,16 @@ impl Pool {
         Self::build(threads, isa).expect("threads for the host pool")
     }
 
-    fn build(threads: usize, isa: Isa) -> Result<Self, rayon::ThreadPoolBuildError> {
+    fn build(threads: usize, isa: Isa) -> io::Result<Self> {
         let threads = threads.max(1);
-        let builder = || rayon::ThreadPoolBuilder::new().num_threads(threads - 1).thread_name(|i| format!("host-{i}"));
-        let helpers = if threads > 1 { Some(builder().build()?) } else { None };
+        let helpers = (threads > 1).then(|| Team::new(threads - 1)).transpose()?;
         Ok(Self { inner: Arc::new(Inner { helpers, threads, isa }) })
     }
 
-    /// One thread for each physical core this process may use.
+    /// As many threads as [`default_threads`] says.
     #[must_use]
     pub fn with_all_cores() -> Self {
-        Self::new(physical_cores())
+        Self::new(default_threads())
     }
 
     /// Threads that work on a region.
@@ -83,37 +86,28 @@ impl Pool {
         self.inner.isa
     }
 
+    /// As [`Pool::each`], but on this thread alone where all items together touch so few `values` that it is done before
+    /// another thread has come.
+    pub(crate) fn each_of<T: Send>(&self, values: usize, items: Vec<T>, work: impl Fn(T) + Sync) {
+        if values < SPREAD { items.into_iter().for_each(work) } else { self.each(items, work) }
+    }
+
     /// Does `work` on each item; items are begun in order. Returns when all are done.
     pub fn each<T: Send>(&self, items: Vec<T>, work: impl Fn(T) + Sync) {
         let helpers = (self.inner.threads - 1).min(items.len().saturating_sub(1));
-        let Some(pool) = self.inner.helpers.as_ref().filter(|_| helpers > 0) else {
+        let Some(team) = self.inner.helpers.as_ref().filter(|_| helpers > 0) else {
             items.into_iter().for_each(work);
             return;
         };
-        let queue = Mutex::new(items.into_iter());
-        let drain = || {
-            loop {
-                let item = queue.lock().next();
-                match item {
-                    Some(item) => work(item),
-                    None => break,
+        let items: Vec<Mutex<Option<T>>> = items.into_iter().map(|item| Mutex::new(Some(item))).collect();
+        let next = AtomicUsize::new(0);
+        team.run(helpers, &|| {
+            // Each place is taken once, so no lock is ever waited for.
+            while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
+                if let Some(item) = item.lock().take() {
+                    work(item);
                 }
             }
-        };
-        pool.in_place_scope(|scope| {
-            wake(scope, helpers, &drain);
-            drain();
-        });
-    }
-}
-
-/// Sets `helpers` threads to work, each of which wakes half of those still to come: the caller is held up by one.
-fn wake<'scope>(scope: &Scope<'scope>, helpers: usize, drain: &'scope (impl Fn() + Sync)) {
-    if let Some(others) = helpers.checked_sub(1) {
-        scope.spawn(move |scope| {
-            wake(scope, others.div_ceil(2), drain);
-            wake(scope, others / 2, drain);
-            drain();
         });
     }
 }
@@ -122,6 +116,14 @@ impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Pool({} threads, {})", self.inner.threads, self.inner.isa)
     }
+}
+
+/// Threads for host work where nobody says how many: the physical cores, less one where there are many. The actors around
+/// the pool need a moment now and then, and a region's last item waits for a thread that had to give way to one of them.
+#[must_use]
+pub fn default_threads() -> usize {
+    let cores = physical_cores();
+    if cores >= 8 { cores - 1 } else { cores }
 }
 
 /// Physical cores this process may use: two threads of one core share its
@@ -191,6 +193,43 @@ mod tests {
         }));
         assert!(caught.is_err());
         pool.each(vec![1], |_| {});
+    }
+
+    /// Helpers that sleep are woken, those that look out come at once, and a region never waits for one that did not come.
+    #[test]
+    fn regions_follow_each_other_with_and_without_pauses() {
+        let pool = Pool::new(4);
+        let mut sum = 0;
+        for round in 0..2000 {
+            let done = AtomicUsize::new(0);
+            pool.each((0..8).collect(), |i: usize| {
+                done.fetch_add(i + round, Ordering::Relaxed);
+            });
+            sum += done.into_inner();
+            if round % 500 == 0 {
+                std::thread::sleep(std::time::Duration::from_millis(2));
+            }
+        }
+        assert_eq!(sum, 2000 * 28 + 8 * (0..2000).sum::<usize>());
+    }
+
+    #[test]
+    fn threads_of_many_callers_share_a_team() {
+        let pool = Pool::new(3);
+        std::thread::scope(|scope| {
+            for _ in 0..12 {
+                let pool = pool.clone();
+                scope.spawn(move || {
+                    for _ in 0..200 {
+                        let done = AtomicUsize::new(0);
+                        pool.each((0..5).collect(), |i: usize| {
+                            done.fetch_add(i, Ordering::Relaxed);
+                        });
+                        assert_eq!(done.into_inner(), 10);
+                    }
+                });
+            }
+        });
     }
 
     #[test]

@@ -15,7 +15,7 @@ use crate::actors::{Graph, GraphOptions, Setup, encoder, loader};
 use crate::audio::perception::Perception;
 use crate::device::host::{HostCompanion, HostDevice, HostOptions};
 use crate::device::{Companion, Device, DeviceError};
-use crate::host::{Decoder, DraftConventions, Pool, physical_cores};
+use crate::host::{Decoder, DraftConventions, Pool, default_threads};
 use crate::knobs::{DeviceChoice, Knobs};
 use crate::model::Model;
 use crate::model::mmap::Access;
@@ -123,7 +123,7 @@ impl Builder {
 const GONE: SessionError = SessionError::Gone { actor: "loader" };
 
 fn threads_of(knobs: &Knobs) -> usize {
-    knobs.threads.map_or_else(physical_cores, |threads| threads as usize)
+    knobs.threads.map_or_else(default_threads, |threads| threads as usize)
 }
 
 /// Runs `work` on a thread of its own: opening devices and converting towers takes too long for an executor.

@@ -196,6 +196,7 @@ pub(crate) fn tile(
 ) {
     let (cols, n) = (matrix.cols(), input.n());
     let many = set.many.filter(|_| n >= MANY && matches!(input, Input::Codes(_)));
+    let alone = set.q4_alone.filter(|_| n <= CHUNK);
     let step = if many.is_some() { LINES } else { CHUNK };
     let mut packed = Packed::default();
     let mut lines = [[0.0f32; BLOCK]; LINES];
@@ -213,6 +214,7 @@ pub(crate) fn tile(
                     (many.q8_pack)(&planes.codes[block.start * cols..block.end * cols], cols, &mut packed);
                 }
             }
+            Codec::Q4tp if alone.is_some() && matches!(input, Input::Codes(_)) => {}
             Codec::Q4tp => {
                 scales.resize(block.len() * (cols / GROUP).next_multiple_of(LANES), 0.0);
                 scale_rows(set, matrix, block.clone(), &mut scales);
@@ -259,8 +261,16 @@ fn few(
             (set.q8_floats)(&matrix.q8_2f().codes[block.start * cols..block.end * cols], cols, x, first, lines);
         }
         (Codec::Q4tp, Input::Codes(x)) => {
-            let w = &matrix.q4tp().nibbles[block.start * cols / 2..block.end * cols / 2];
-            (set.q4_codes)(w, cols / GROUP, scales, x, first, lines);
+            let (planes, groups) = (matrix.q4tp(), cols / GROUP);
+            let w = &planes.nibbles[block.start * cols / 2..block.end * cols / 2];
+            match set.q4_alone.filter(|_| scales.is_empty()) {
+                Some(alone) => {
+                    let width = Codec::code_bytes(groups);
+                    let rungs = &planes.rungs[width * block.start..width * block.end];
+                    alone(w, groups, &planes.ladders[4 * block.start..4 * block.end], rungs, x, first, lines);
+                }
+                None => (set.q4_codes)(w, groups, scales, x, first, lines),
+            }
         }
         (Codec::Q4tp, Input::Floats(x)) => {
             let w = &matrix.q4tp().nibbles[block.start * cols / 2..block.end * cols / 2];

@@ -4,14 +4,16 @@ use super::body;
 use super::input::{Codes, Floats, GROUP, quantize_body};
 use super::set::{Line, Set, by_rows};
 use crate::host::attention::attend_body;
-use crate::host::mamba::scan_body;
+use crate::host::mamba::{convolve_body, scan_body};
 use crate::host::math;
+use crate::host::norm::gated_groups;
 
 pub(super) static SET: Set = Set {
     quantize,
     scales,
     q8_codes,
     q4_codes,
+    q4_alone: None,
     many: None,
     q8_floats,
     q4_floats,
@@ -20,6 +22,8 @@ pub(super) static SET: Set = Set {
     bf16: brain16,
     dots: body::dots,
     scan: scan_body,
+    convolve: convolve_body,
+    gate: gated_groups,
     attend: attend_body,
 };
 

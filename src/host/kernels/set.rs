@@ -4,7 +4,7 @@ use super::input::{Codes, Floats, GROUP};
 use super::packed::Packed;
 use crate::host::attention::{Partial, Tile};
 use crate::host::isa::Isa;
-use crate::host::mamba::Head;
+use crate::host::mamba::{Convolution, Head};
 
 /// Most activation rows one call of a kernel takes.
 pub(crate) const CHUNK: usize = 4;
@@ -26,6 +26,9 @@ pub(crate) struct Set {
     pub(crate) q8_codes: fn(&[i8], usize, &Codes, usize, &mut [Line]),
     /// Nibbles `[rows, groups, 16]`, groups, scales.
     pub(crate) q4_codes: fn(&[u8], usize, &[f32], &Codes, usize, &mut [Line]),
+    /// `q4_codes` from ladders `[rows, 4]` and rung codes, where the set makes scales between the products: for so few
+    /// activation rows that they are used once.
+    pub(crate) q4_alone: Option<fn(&[u8], usize, &[u8], &[u8], &Codes, usize, &mut [Line])>,
     /// Products with many rows, where the set has something better for them.
     pub(crate) many: Option<Many>,
     /// As `q8_codes`, float activations.
@@ -42,6 +45,10 @@ pub(crate) struct Set {
     pub(crate) dots: fn(&[f32], &[f32], usize, &mut [f32]),
     /// [`crate::host::mamba::scan_body`]
     pub(crate) scan: fn(&mut Head<'_>),
+    /// [`crate::host::mamba::convolve_body`]
+    pub(crate) convolve: fn(&mut Convolution<'_>),
+    /// [`crate::host::norm::gated_groups`]
+    pub(crate) gate: fn(&mut [f32], &[f32], &[f32], usize, f32),
     /// [`crate::host::attention::attend_body`]
     pub(crate) attend: fn(&Tile<'_>, &mut [Partial]),
 }

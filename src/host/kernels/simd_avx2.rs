@@ -15,7 +15,8 @@ use super::body;
 use super::input::{Codes, Floats, GROUP, LANES, Q8_OFFSET, WIDE};
 use super::set::{Line, Set, by_rows};
 use crate::host::attention::{Partial, Tile, attend_body};
-use crate::host::mamba::{Head, scan_body};
+use crate::host::mamba::{Convolution, Head, convolve_body, scan_body};
+use crate::host::norm::gated_groups;
 
 /// How far ahead of its use a weight is asked for: beyond the page, so that its address is translated in time too.
 const AHEAD: usize = 3 * 4096 + 512;
@@ -35,6 +36,7 @@ static SET: Set = Set {
     scales,
     q8_codes,
     q4_codes,
+    q4_alone: None,
     many: None,
     q8_floats,
     q4_floats,
@@ -43,6 +45,8 @@ static SET: Set = Set {
     bf16: brain16,
     dots,
     scan,
+    convolve,
+    gate,
     attend,
 };
 
@@ -150,6 +154,18 @@ kernel! {
 kernel! {
     fn attend(tile: &Tile<'_>, partials: &mut [Partial]) {
         attend_body(tile, partials);
+    }
+}
+
+kernel! {
+    fn convolve(row: &mut Convolution<'_>) {
+        convolve_body(row);
+    }
+}
+
+kernel! {
+    fn gate(o: &mut [f32], z: &[f32], w: &[f32], groups: usize, eps: f32) {
+        gated_groups(o, z, w, groups, eps);
     }
 }
 

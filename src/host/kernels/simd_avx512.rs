@@ -16,9 +16,10 @@ use super::body;
 use super::input::{Codes, Floats, GROUP, LANES, Q8_OFFSET, WIDE};
 use super::packed::{Packed, VECTOR, VECTORS};
 use super::set::{BLOCK, Line, Many, Set, by_rows};
-use crate::host::attention::{Partial, Tile, attend_body};
-use crate::host::mamba::{Head, scan_body};
+use crate::host::attention::{Partial, TILE, Tile, attend_body, weigh};
+use crate::host::mamba::{Convolution, Head, convolve_body, scan_body};
 use crate::host::math;
+use crate::host::norm::gated_groups;
 
 /// Groups of a stretch of columns.
 const STRETCH: usize = LANES;
@@ -47,6 +48,7 @@ static SET: Set = Set {
     scales,
     q8_codes,
     q4_codes,
+    q4_alone: Some(q4_alone),
     many: Some(Many { q8_pack, q4_pack, products }),
     q8_floats,
     q4_floats,
@@ -55,6 +57,8 @@ static SET: Set = Set {
     bf16: brain16,
     dots,
     scan,
+    convolve,
+    gate,
     attend,
 };
 
@@ -162,7 +166,23 @@ kernel! {
 
 kernel! {
     fn attend(tile: &Tile<'_>, partials: &mut [Partial]) {
-        attend_body(tile, partials);
+        match tile.head_dim() {
+            64 => attend_of::<4>(tile, partials),
+            128 => attend_of::<8>(tile, partials),
+            _ => attend_body(tile, partials),
+        }
+    }
+}
+
+kernel! {
+    fn convolve(row: &mut Convolution<'_>) {
+        convolve_body(row);
+    }
+}
+
+kernel! {
+    fn gate(o: &mut [f32], z: &[f32], w: &[f32], groups: usize, eps: f32) {
+        gated_groups(o, z, w, groups, eps);
     }
 }
 
@@ -198,6 +218,12 @@ kernel! {
 kernel! {
     fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first: usize, out: &mut [Line]) {
         by_rows!(out.len(), N => q4_codes_of::<N>(w, groups, scales, x, first, out));
+    }
+}
+
+kernel! {
+    fn q4_alone(w: &[u8], groups: usize, ladders: &[u8], codes: &[u8], x: &Codes, first: usize, out: &mut [Line]) {
+        by_rows!(out.len(), N => q4_alone_of::<N>(w, groups, ladders.as_chunks().0, codes, x, first, out));
     }
 }
 
@@ -518,6 +544,90 @@ with_instructions! {
         }
     }
 
+    /// [`attend_body`] with fused multiply-adds, for heads of `V` vectors: heads that share keys read them together.
+    fn attend_of<const V: usize>(tile: &Tile<'_>, partials: &mut [Partial]) {
+        let mut scores = [[0.0; TILE]; 4];
+        for (row, partials) in partials.chunks_mut(tile.share()).enumerate() {
+            let keys = tile.keys(row);
+            if keys == 0 {
+                continue;
+            }
+            for (four, partials) in partials.chunks_mut(4).enumerate() {
+                let heads = partials.len();
+                by_rows!(heads, N => scores_of::<N, V>(tile, row, 4 * four, keys, &mut scores));
+                for (partial, scores) in partials.iter_mut().zip(&mut scores) {
+                    weigh(&mut scores[..keys], partial);
+                }
+                for (partials, scores) in partials.chunks_mut(2).zip(scores.chunks(2)) {
+                    match partials {
+                        [one, other] => values_of::<2, V>(tile, keys, [&scores[0], &scores[1]], [one, other]),
+                        [one] => values_of::<1, V>(tile, keys, [&scores[0]], [one]),
+                        _ => {}
+                    }
+                }
+            }
+        }
+    }
+
+    /// Scores of `N` heads of a row; those beyond `keys` are of no meaning.
+    fn scores_of<const N: usize, const V: usize>(
+        tile: &Tile<'_>,
+        row: usize,
+        first: usize,
+        keys: usize,
+        scores: &mut [[f32; TILE]; 4],
+    ) {
+        let mut queries: [&[[f32; 16]]; N] = [&[]; N];
+        for (i, query) in queries.iter_mut().enumerate() {
+            *query = tile.query(row, first + i).as_chunks().0;
+        }
+        let factor = _mm512_set1_ps(tile.factor());
+        let mut sums = [[[0.0; LANES]; 16]; N];
+        for block in 0..keys.div_ceil(16) {
+            for k in 0..16.min(keys - 16 * block) {
+                let key: &[[f32; 16]; V] = tile.key(16 * block + k).as_chunks().0.first_chunk().expect("a head's key");
+                let mut acc = [_mm512_setzero_ps(); N];
+                for v in 0..V {
+                    let key = floats(&key[v]);
+                    for i in 0..N {
+                        acc[i] = _mm512_fmadd_ps(floats(&queries[i][v]), key, acc[i]);
+                    }
+                }
+                for i in 0..N {
+                    put(&mut sums[i][k], acc[i]);
+                }
+            }
+            for i in 0..N {
+                let to = &mut scores[i].as_chunks_mut::<16>().0[block];
+                put(to, _mm512_mul_ps(trees(&sums[i]), factor));
+            }
+        }
+    }
+
+    /// Adds the weighted values to `N` heads' sums.
+    fn values_of<const N: usize, const V: usize>(
+        tile: &Tile<'_>,
+        keys: usize,
+        weights: [&[f32; TILE]; N],
+        partials: [&mut Partial; N],
+    ) {
+        let mut acc = [[_mm512_setzero_ps(); V]; N];
+        for j in 0..keys {
+            let value: &[[f32; 16]; V] = tile.value(j).as_chunks().0.first_chunk().expect("a head's value");
+            for v in 0..V {
+                let value = floats(&value[v]);
+                for i in 0..N {
+                    acc[i][v] = _mm512_fmadd_ps(_mm512_set1_ps(weights[i][j]), value, acc[i][v]);
+                }
+            }
+        }
+        for (partial, acc) in partials.into_iter().zip(&acc) {
+            for (to, acc) in partial.acc.as_chunks_mut::<16>().0.iter_mut().zip(acc) {
+                put(to, *acc);
+            }
+        }
+    }
+
     /// [`scan_body`] with fused multiply-adds, for lines of `V` vectors, `LINES` at a time.
     fn scan_of<const V: usize, const LINES: usize>(head: &mut Head<'_>) {
         let Head { state, out, after, steps, skip, convolved, channels, at, .. } = head;
@@ -660,13 +770,13 @@ with_instructions! {
                 for j in 0..4 {
                     vectors[j] = bytes(&w[j]);
                 }
-                q4_block(&vectors, floats(scales), &rows, block, &mut acc);
+                q4_block::<N, 4>(&vectors, floats(scales), &rows, block, &mut acc);
             }
             if !tail.is_empty() {
                 for (j, vector) in vectors.iter_mut().enumerate() {
                     *vector = some_bytes(&tail[(64 * j).min(tail.len())..]);
                 }
-                q4_block(&vectors, floats(&scales[whole.len()]), &rows, whole.len(), &mut acc);
+                q4_block::<N, 4>(&vectors, floats(&scales[whole.len()]), &rows, whole.len(), &mut acc);
             }
             for i in 0..N {
                 put(&mut sums[i][r], acc[i]);
@@ -675,8 +785,61 @@ with_instructions! {
         give(&sums, out);
     }
 
-    /// Adds the products of one block of a q4tp row with each activation row.
-    fn q4_block<const N: usize>(
+    /// As [`q4_codes_of`], a row's scales made as they are used and its ladder while the row before it passes: no
+    /// stretch of work leaves memory idle.
+    fn q4_alone_of<const N: usize>(
+        w: &[u8],
+        groups: usize,
+        ladders: &[[u8; 4]],
+        codes: &[u8],
+        x: &Codes,
+        first: usize,
+        out: &mut [Line],
+    ) {
+        let width = crate::model::tensors::Codec::code_bytes(groups);
+        let rows = rows_of::<N>(x, first);
+        let mut sums = [[[0.0; LANES]; BLOCK]; N];
+        let Some(params) = ladders.first() else { return };
+        let mut next = ladder(params);
+        for (r, (w, codes)) in w.chunks_exact(groups * 16).zip(codes.chunks_exact(width)).enumerate() {
+            let (low, high) = next;
+            next = ladder(&ladders[(r + 1).min(ladders.len() - 1)]);
+            prefetch(codes.as_ptr().wrapping_add(BLOCK * width).cast());
+            let mut acc = [_mm512_setzero_ps(); N];
+            let (whole, tail) = bytemuck::cast_slice::<u8, i8>(w).as_chunks::<{ 64 * 4 }>();
+            let mut vectors = [_mm512_setzero_si512(); 4];
+            for (block, w) in whole.iter().enumerate() {
+                ask::<4>(w.as_ptr());
+                let w: &[[i8; 64]; 4] = bytemuck::cast_ref(w);
+                for j in 0..4 {
+                    vectors[j] = bytes(&w[j]);
+                }
+                // `permutex2var` looks at the lowest five bits alone.
+                let scales = _mm512_permutex2var_ps(low, rungs(&codes[10 * block..]), high);
+                q4_block::<N, 4>(&vectors, scales, &rows, block, &mut acc);
+            }
+            if !tail.is_empty() {
+                let block = whole.len();
+                for (j, vector) in vectors.iter_mut().enumerate() {
+                    *vector = some_bytes(&tail[(64 * j).min(tail.len())..]);
+                }
+                let kept = (1 << (groups % STRETCH)) - 1;
+                let scales = _mm512_maskz_permutex2var_ps(kept, low, rungs(&codes[10 * block..]), high);
+                match tail.len().div_ceil(64) {
+                    1 => q4_block::<N, 1>(&vectors, scales, &rows, block, &mut acc),
+                    2 => q4_block::<N, 2>(&vectors, scales, &rows, block, &mut acc),
+                    _ => q4_block::<N, 4>(&vectors, scales, &rows, block, &mut acc),
+                }
+            }
+            for i in 0..N {
+                put(&mut sums[i][r], acc[i]);
+            }
+        }
+        give(&sums, out);
+    }
+
+    /// Adds the products of the first `J` vectors of one block of a q4tp row with each activation row.
+    fn q4_block<const N: usize, const J: usize>(
         w: &[__m512i; 4],
         scales: __m512,
         rows: &[Blocks<'_>; N],
@@ -685,7 +848,7 @@ with_instructions! {
     ) {
         let (zero, mask) = (_mm512_setzero_si512(), _mm512_set1_epi8(15));
         let (mut even, mut odd) = ([zero; 4], [zero; 4]);
-        for j in 0..4 {
+        for j in 0..J {
             even[j] = _mm512_and_si512(w[j], mask);
             odd[j] = _mm512_and_si512(_mm512_srli_epi16::<4>(w[j]), mask);
         }
@@ -693,7 +856,7 @@ with_instructions! {
             // Of four groups the 64 even codes come first, then the odd ones; a vector of nibbles has four groups.
             let codes = &rows[i].codes[block];
             let mut d = [zero; 4];
-            for j in 0..4 {
+            for j in 0..J {
                 d[j] = _mm512_dpbusd_epi32(zero, even[j], bytes(&codes[2 * j]));
                 d[j] = _mm512_dpbusd_epi32(d[j], odd[j], bytes(&codes[2 * j + 1]));
             }
