@@ -82,6 +82,8 @@ pub struct Drafts {
     advice: Sender<Advice>,
     depth_max: usize,
     sessions: HashMap<SessionId, Session>,
+    /// Of the session that was heard of last: what rounds and steps cost is the device's, and the next one begins with it.
+    last: Option<Policy>,
     drafter: Option<Box<dyn Drafter>>,
     span: Span,
     ended: bool,
@@ -89,7 +91,8 @@ pub struct Drafts {
 
 struct Session {
     policy: Policy,
-    told: usize,
+    /// The depth the submitter was told; `None` before the first time.
+    told: Option<usize>,
     /// Ids the drafter has seen.
     seen: usize,
 }
@@ -109,6 +112,7 @@ impl Drafts {
             advice: parts.advice,
             depth_max: parts.depth_max,
             sessions: HashMap::new(),
+            last: None,
             drafter: parts.drafter,
             span: Span::none(),
             ended: false,
@@ -153,20 +157,24 @@ impl Drafts {
     }
 
     fn landed(&mut self, id: SessionId, outcome: Option<FlightOutcome>, ids: &[TokenId], total: usize) {
-        let depth_max = self.depth_max;
-        let fresh = || Session { policy: Policy::new(depth_max), told: depth_max.min(1), seen: 0 };
+        let (depth_max, last) = (self.depth_max, &self.last);
+        let fresh = || {
+            let policy = last.clone().unwrap_or_else(|| Policy::new(depth_max));
+            Session { policy, told: None, seen: 0 }
+        };
         let session = self.sessions.entry(id).or_insert_with(fresh);
         // Of a session whose drafts are off there is nothing to draw.
-        let _span = (session.told > 0 || self.drafter.is_some()).then(|| {
+        let _span = (session.told.is_none_or(|depth| depth > 0) || self.drafter.is_some()).then(|| {
             debug_span!(
                 target: "riparian::drafts", parent: &self.span, "draft", session = id.0, ids = ids.len(),
-                depth = session.told, offered = outcome.map(|outcome| outcome.offered),
+                depth = session.told.unwrap_or(1), offered = outcome.map(|outcome| outcome.offered),
                 kept = outcome.map(|outcome| outcome.kept)
             )
             .entered()
         });
         if let Some(outcome) = outcome {
             session.policy.landed(outcome);
+            self.last = Some(session.policy.clone());
         }
         let depth = session.policy.depth();
         let mut guess = Vec::new();
@@ -176,8 +184,8 @@ impl Drafts {
             // Two rounds, and the id between them.
             guess = drafter.guess(id, ids, 2 * (depth + 1));
         }
-        if depth != session.told || !guess.is_empty() {
-            session.told = depth;
+        if session.told != Some(depth) || !guess.is_empty() {
+            session.told = Some(depth);
             // Late advice is replaced by the next.
             let _ = self.advice.try_send(Advice { session: id, depth, guess, after: total });
         }
@@ -229,6 +237,24 @@ mod tests {
             depth = advice.try_iter().last().map_or(depth, |advice| advice.depth);
         }
         assert_eq!(depth, 0);
+    }
+
+    /// What rounds and steps cost is the device's: whoever comes next need not find it out again.
+    #[test]
+    fn the_next_session_begins_with_what_is_known() {
+        let (handle, mut drafts, advice) = alone(None);
+        let mut depth = 1;
+        for _ in 0..12 {
+            handle.tell(landed(depth, 0));
+            while drafts.step() {}
+            depth = advice.try_iter().last().map_or(depth, |advice| advice.depth);
+        }
+        assert_eq!(depth, 0);
+        handle.tell(Message::Ended { session: SessionId(1) });
+        handle.tell(Message::Landed { session: SessionId(2), outcome: None, ids: Vec::new(), total: 1 });
+        while drafts.step() {}
+        let told = advice.try_recv().expect("a new session is told its depth");
+        assert_eq!((told.session, told.depth), (SessionId(2), 0));
     }
 
     #[test]

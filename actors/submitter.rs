@@ -360,6 +360,8 @@ pub struct Submitter {
     decode_ahead: Ahead,
     prefill_ahead: Ahead,
     last_landed: Duration,
+    /// Drafts a batch as advised last: what the next session begins with.
+    depth: usize,
     counters: Counters,
     clock: Clock,
     meter: Meter,
@@ -420,6 +422,7 @@ impl Submitter {
             next_flight: FlightId(1),
             epoch: FlightId(1),
             last_landed: Duration::ZERO,
+            depth: 1,
             counters: Counters::default(),
             clock: parts.clock,
             meter: parts.meter,
@@ -563,7 +566,7 @@ impl Submitter {
         let drafts = self.options.drafts && options.drafts && self.facts.drafts != DraftAbility::None;
         let session = Session {
             stage: Stage::Waiting,
-            depth: if drafts { options.depth.unwrap_or(1) } else { 0 },
+            depth: if drafts { options.depth.unwrap_or(self.depth) } else { 0 },
             options,
             events: Some(events),
             cancelled,
@@ -1049,6 +1052,7 @@ impl Submitter {
         if let Some(session) = self.sessions.get_mut(&advice.session) {
             if self.options.drafts && session.options.drafts && session.options.depth.is_none() {
                 session.depth = advice.depth;
+                self.depth = advice.depth;
             }
             (session.guess, session.guess_after) = (advice.guess, advice.after);
         }

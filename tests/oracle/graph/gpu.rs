@@ -102,7 +102,11 @@ fn ids_do_not_depend_on_drafts_or_on_the_bank() {
     for known in Known::all() {
         let small = known.source.geometry().hidden <= 64;
         for places in known.banks() {
-            let all = if small { &Spoilt::ALL[..] } else { &[Spoilt::AtRandom] };
+            let all = match (small, places) {
+                (true, _) => &Spoilt::ALL[..],
+                (false, None) => &[Spoilt::AtRandom],
+                (false, Some(_)) => &[],
+            };
             for spoilt in all {
                 let graph =
                     start(&known.source, &Way { given_drafts: Some(known.given(*spoilt)), ..Way::bank(places) });
@@ -123,6 +127,9 @@ fn ids_do_not_depend_on_drafts_or_on_the_bank() {
                 graph.check_bank(places, &known.name);
             }
             // the draft layer's own, its depth the scheduler's
+            if !small && places.is_none() {
+                continue;
+            }
             let graph = start(&known.source, &Way { row_by_row: true, ..Way::bank(places) });
             for drafting in [Drafting::Scheduled, Drafting::Depth(2)] {
                 let got = graph.run(&known.rows, STEPS, drafting);
@@ -172,10 +179,14 @@ fn whoever_comes_after_a_cancel_gets_its_own_ids() {
     }
 }
 
-/// States between the batches of a session, by position.
-fn states(graph: &Through, rows: &[f32], drafting: Drafting, steps: usize) -> BTreeMap<usize, Seed> {
+/// States between the batches of a session, by position, from some id on: a read waits for what is queued, so that one
+/// session shows every second or third of them.
+fn states(graph: &Through, rows: &[f32], drafting: Drafting, steps: usize, from: usize) -> BTreeMap<usize, Seed> {
     let mut session = graph.open(rows, &[], Some(steps), drafting.options(&[]));
     let mut states = BTreeMap::new();
+    for _ in 0..from {
+        wait(session.next()).expect("an id");
+    }
     loop {
         // ids are taken in between: without room for more a session waits
         while session.try_next().is_some() {}
@@ -206,10 +217,13 @@ fn the_state_behind_a_round_is_plain_decodes() {
     for places in known.banks() {
         let given_drafts = Some(known.given(Spoilt::AtRandom));
         let graph = start(&known.source, &Way { given_drafts, batches: Some(1), ..Way::bank(places) });
-        let plain = states(&graph, &known.rows, Drafting::Off, STEPS);
+        let mut plain = BTreeMap::new();
+        for from in 0..4 {
+            plain.extend(states(&graph, &known.rows, Drafting::Off, STEPS, from));
+        }
         assert!(plain.len() > STEPS / 2, "{} states", plain.len());
         for depth in [1, 3, 4] {
-            for (position, got) in states(&graph, &known.rows, Drafting::Depth(depth), STEPS) {
+            for (position, got) in states(&graph, &known.rows, Drafting::Depth(depth), STEPS, 0) {
                 let Some(want) = plain.get(&position) else { continue };
                 let mut pairs = vec![
                     (&got.state.draft.k, &want.state.draft.k),
@@ -246,7 +260,7 @@ fn the_state_behind_a_round_is_plain_decodes() {
         }
     }
     println!("{compared} states compared, the farthest {worst:e}");
-    assert!(compared > 20, "{compared} states");
+    assert!(compared > 12, "{compared} states");
 }
 
 /// Recordings of the trained model: ids with drafts are those without, and as many drafts are kept as on the host.
