@@ -27,7 +27,7 @@ Examples:
 
 Measured are the time in which the host completes missing experts (for each number of threads and both arithmetics); of
 the adapter that would decode, its bus, its memory and what a dispatch and a readback cost; and decode with the budgets
-that fit it, with and without drafts. A profile is lines of NAME=VALUE; the environment and flags override it, and
+that fit it, with fewer threads where the host has part in it, with and without drafts. A profile is lines of NAME=VALUE; the environment and flags override it, and
 riparian doctor --profile FILE shows what came of it. Measure on an idle machine.";
 
 /// How long one candidate is measured.
@@ -83,6 +83,8 @@ struct Decoded {
     /// GB for routed experts; `None` is all of them.
     expert_gb: Option<f64>,
     drafts: bool,
+    /// Host threads; `None` is the program's own choice.
+    threads: Option<usize>,
     /// `None` where it does not fit.
     tok_s: Option<f64>,
     /// Where it ran, or why it did not.
@@ -99,7 +101,6 @@ impl Tune {
         let best = choose(&completions);
         let mut proposed: Vec<(&str, String)> = Vec::new();
         if let Some(best) = best {
-            proposed.push(("CMF_NEMO_THREADS", best.threads.to_string()));
             proposed.push(("CMF_NEMO_ACT", name(best.act).to_owned()));
         }
         let adapter = adapter(&knobs);
@@ -107,12 +108,14 @@ impl Tune {
         super::block_on(async {
             let mut interrupt = Interrupt::listen();
             let mut decoded: Vec<Decoded> = Vec::new();
-            let chosen = proposed.clone();
-            let try_one = async |expert_gb: Option<f64>, drafts: bool| {
+            let try_one = async |expert_gb: Option<f64>, drafts: bool, threads: Option<usize>| {
                 let mut knobs: Knobs = knobs.clone();
-                let chosen = chosen.iter().map(|(name, value)| (*name, value.as_str()));
-                for (name, value) in chosen.chain([("CMF_NEMO_MTP", if drafts { "1" } else { "0" })]) {
-                    knobs.set(name, value, Origin::Code)?;
+                knobs.set("CMF_NEMO_MTP", if drafts { "1" } else { "0" }, Origin::Code)?;
+                if let Some(best) = best {
+                    knobs.set("CMF_NEMO_ACT", name(best.act), Origin::Code)?;
+                }
+                if let Some(threads) = threads {
+                    knobs.set("CMF_NEMO_THREADS", &threads.to_string(), Origin::Code)?;
                 }
                 if let Some(gb) = expert_gb {
                     knobs.set("CMF_NEMO_EXPERT_GB", &gb.to_string(), Origin::Code)?;
@@ -123,14 +126,14 @@ impl Tune {
                     Ok(runtime) => runtime,
                     Err(failure) => {
                         let note = format!("{:#}", failure.error);
-                        return anyhow::Ok(Decoded { expert_gb, drafts, tok_s: None, note });
+                        return anyhow::Ok(Decoded { expert_gb, drafts, threads, tok_s: None, note });
                     }
                 };
                 let rate = rate(&runtime).await?;
                 let note = runtime.device().to_owned();
                 runtime.shutdown().await;
                 bar.inc(1);
-                Ok(Decoded { expert_gb, drafts, tok_s: Some(rate), note })
+                Ok(Decoded { expert_gb, drafts, threads, tok_s: Some(rate), note })
             };
             // Without an adapter the host decodes, which has all experts whatever the budget. Where one was asked for
             // with a budget, that is it; else the largest that fits and the next.
@@ -140,8 +143,9 @@ impl Tune {
                 (_, given, _) => vec![given],
             };
             let mut fit = 0;
+            let threads = best.map(|best| best.threads);
             for budget in budgets {
-                let Some(tried) = interrupt.or(try_one(budget, false)).await else { return Ok(INTERRUPTED) };
+                let Some(tried) = interrupt.or(try_one(budget, false, threads)).await else { return Ok(INTERRUPTED) };
                 let tried = tried?;
                 fit += usize::from(tried.tok_s.is_some());
                 decoded.push(tried);
@@ -154,12 +158,28 @@ impl Tune {
                 let why = decoded.first().map_or_else(String::new, |first| first.note.clone());
                 return Err(anyhow::anyhow!("nothing decodes here: {why}").into());
             };
+            // The completer's threads are not alone: where the host has part in decoding, fewer of them may leave more to
+            // the others.
+            let mut fastest = fastest;
+            let all_on_adapter = found.is_some() && fastest.expert_gb.is_none();
+            for fewer in fewer(threads.unwrap_or_else(physical_cores)).into_iter().filter(|_| !all_on_adapter) {
+                let tried = try_one(fastest.expert_gb, false, Some(fewer));
+                let Some(tried) = interrupt.or(tried).await else { return Ok(INTERRUPTED) };
+                let tried = tried?;
+                if rate_of(&tried) > rate_of(&fastest) * WORTH {
+                    fastest = tried.clone();
+                }
+                decoded.push(tried);
+            }
+            if let Some(threads) = fastest.threads {
+                proposed.push(("CMF_NEMO_THREADS", threads.to_string()));
+            }
             let bounded = found.is_some() && knobs.expert_gb.is_none();
             if let Some(gb) = fastest.expert_gb.filter(|_| bounded) {
                 proposed.push(("CMF_NEMO_EXPERT_GB", format!("{gb:.3}")));
             }
             if model.geometry.draft {
-                let Some(tried) = interrupt.or(try_one(fastest.expert_gb, true)).await else {
+                let Some(tried) = interrupt.or(try_one(fastest.expert_gb, true, fastest.threads)).await else {
                     return Ok(INTERRUPTED);
                 };
                 let tried = tried?;
@@ -182,6 +202,13 @@ impl Tune {
             Ok(SUCCESS)
         })?
     }
+}
+
+/// Smaller numbers of threads worth a try.
+fn fewer(threads: usize) -> Vec<usize> {
+    let mut fewer: Vec<usize> = [threads / 2, threads - 1].into_iter().filter(|n| (1..threads).contains(n)).collect();
+    fewer.dedup();
+    fewer
 }
 
 fn rate_of(decoded: &Decoded) -> f64 {
@@ -238,7 +265,7 @@ fn record_of(
     });
     let one = |d: &Decoded| {
         let mut line =
-            json!({ "expert_gb": d.expert_gb, "drafts": d.drafts, "decode_tok_s": d.tok_s, "device": d.note });
+            json!({ "expert_gb": d.expert_gb, "drafts": d.drafts, "threads": d.threads, "decode_tok_s": d.tok_s, "device": d.note });
         if d.tok_s.is_none() {
             line["error"] = line["device"].take();
         }
@@ -352,7 +379,7 @@ fn page(
         Some(Ok(a)) => {
             let _ = writeln!(text, "Adapter {}", a.name);
             let _ = writeln!(text, "  bus, host to device  {:>9.1} GB/s", a.upload_gb_s);
-            let _ = writeln!(text, "  memory, copies       {:>9.1} GB/s", a.memory_gb_s);
+            let _ = writeln!(text, "  memory, read         {:>9.1} GB/s", a.memory_gb_s);
             let _ = writeln!(text, "  dependent dispatch   {:>9.1} us", a.dispatch_us);
             let _ = writeln!(text, "  readback             {:>9.1} us", a.readback_us);
         }
@@ -365,9 +392,10 @@ fn page(
     for d in decoded {
         let experts = d.expert_gb.map_or_else(|| "all experts".to_owned(), |gb| format!("{gb:.3} GB of experts"));
         let drafts = if d.drafts { "drafts" } else { "no drafts" };
+        let threads = d.threads.map_or_else(String::new, |threads| format!("{threads:>3} threads"));
         let _ = match d.tok_s {
-            Some(rate) => writeln!(text, "  {experts:20} {drafts:9} {rate:>9.1} tokens/s on {}", d.note),
-            None => writeln!(text, "  {experts:20} {drafts:9}         - {}", d.note),
+            Some(rate) => writeln!(text, "  {experts:20} {drafts:9} {threads:11} {rate:>9.1} tokens/s on {}", d.note),
+            None => writeln!(text, "  {experts:20} {drafts:9} {threads:11}         - {}", d.note),
         };
     }
     text += "Proposed\n";
@@ -390,5 +418,6 @@ mod tests {
         let floats = |layer_us| Completion { act: Activations::F32, ..of(1, layer_us) };
         assert_eq!(choose(&[of(1, 100.0), floats(90.0)]).unwrap().act, Activations::Int8);
         assert_eq!(choose(&[of(1, 100.0), floats(70.0)]).unwrap().act, Activations::F32);
+        assert_eq!((fewer(1), fewer(2), fewer(16)), (vec![], vec![1], vec![8, 15]));
     }
 }

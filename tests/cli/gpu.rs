@@ -3,7 +3,7 @@
 
 use serde_json::Value;
 
-use crate::support::{demo, finish, model, program};
+use crate::support::{demo, finish, model, program, scratch};
 
 #[test]
 fn a_named_adapter_transcribes_with_a_partial_bank() {
@@ -32,4 +32,22 @@ fn a_named_adapter_transcribes_with_a_partial_bank() {
             }
         }
     }
+}
+
+#[test]
+fn tune_measures_the_adapter_it_would_decode_on() {
+    let adapter = std::env::var("RIPARIAN_TEST_ADAPTER").unwrap_or_else(|_| "llvmpipe".into());
+    let path = scratch().join("tune.cmf");
+    finish(program().arg("synth").arg(&path).args(["--geometry", "tiny"])).ok();
+    let profile = scratch().join("tune.profile");
+    let flags = ["--device", &adapter, "--json", "--out"];
+    let told = finish(program().arg("tune").arg(&path).args(flags).arg(&profile)).ok().json_value();
+    for figure in ["upload_gb_s", "memory_gb_s", "dispatch_us", "readback_us"] {
+        let value = told["adapter"][figure].as_f64().unwrap_or_default();
+        assert!(value > 0.0, "{figure}: {told}");
+    }
+    // All experts, and a budget below them.
+    let budgets = told["decode"].as_array().unwrap().iter().map(|d| d["expert_gb"].is_null()).collect::<Vec<_>>();
+    assert!(budgets.contains(&true) && budgets.contains(&false), "{told}");
+    finish(program().arg("doctor").arg("--profile").arg(&profile)).ok();
 }

@@ -12,8 +12,10 @@ use crate::knobs::DeviceChoice;
 
 /// Bytes of an upload: as much as a batch of experts.
 const UPLOAD_BYTES: u64 = 64 << 20;
-/// Bytes of a copy within the device: more than any cache of one.
-const COPY_BYTES: u64 = 256 << 20;
+/// Bytes that are read from the device's memory: more than any cache of one.
+const READ_BYTES: u64 = 512 << 20;
+/// Loads of an invocation of [`READ`].
+const READS: u64 = 32;
 /// Dispatches of the short and of the long pass; the difference is free of what a submission costs.
 const DISPATCHES: [u32; 2] = [64, 1088];
 /// How often each is measured after a first time that does not count.
@@ -26,6 +28,18 @@ const BUMP: &str = "
 fn main(@builtin(global_invocation_id) at: vec3<u32>) { words[at.x] += 1u; }
 ";
 
+/// Reads a buffer once, side by side, and keeps nothing of it.
+const READ: &str = "
+@group(0) @binding(0) var<storage, read> from: array<vec4<u32>>;
+@group(0) @binding(1) var<storage, read_write> out: array<u32>;
+@compute @workgroup_size(256)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+    var seen = vec4<u32>();
+    for (var i = 0u; i < 32u; i++) { seen ^= from[(group.x * 32u + i) * 256u + lane]; }
+    if seen.x == 1u && seen.y == 2u { out[0] = seen.z; }
+}
+";
+
 /// What was measured; medians.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Measured {
@@ -33,7 +47,7 @@ pub struct Measured {
     pub name: String,
     /// Host memory to device memory, GB/s.
     pub upload_gb_s: f64,
-    /// Device memory, GB/s, bytes read and bytes written both counted.
+    /// Device memory, read by a kernel, GB/s.
     pub memory_gb_s: f64,
     /// A dispatch that waits for the one before it, µs.
     pub dispatch_us: f64,
@@ -51,7 +65,7 @@ pub fn measure(choice: &DeviceChoice) -> Result<Measured, DeviceError> {
     Ok(Measured {
         name: context.info.name.clone(),
         upload_gb_s: upload(&context)?,
-        memory_gb_s: copy(&context)?,
+        memory_gb_s: read(&context)?,
         dispatch_us: dispatch(&context)?,
         readback_us: readback(&context)?,
     })
@@ -90,57 +104,71 @@ fn upload(context: &Context) -> Result<f64, DeviceError> {
     Ok(bytes as f64 / took / 1e9)
 }
 
-fn copy(context: &Context) -> Result<f64, DeviceError> {
-    let bytes = allowed(context, COPY_BYTES);
-    let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::COPY_SRC;
-    let [from, to] = [buffer(context, "tune: from", bytes, usage)?, buffer(context, "tune: to", bytes, usage)?];
-    let copies = |n: u32| {
-        let began = Instant::now();
-        let mut encoder = context.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
-        (0..n).for_each(|_| encoder.copy_buffer_to_buffer(&from, 0, &to, 0, bytes));
-        wait(context, context.queue.submit([encoder.finish()]))?;
-        Ok(began.elapsed())
-    };
-    let took = median(|| copies(5))? - median(|| copies(1))?;
-    // Read once and written once each.
-    Ok(4.0 * 2.0 * bytes as f64 / took.max(1e-9) / 1e9)
+fn read(context: &Context) -> Result<f64, DeviceError> {
+    let bytes = allowed(context, READ_BYTES);
+    let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
+    let [from, out] = [buffer(context, "tune: from", bytes, usage)?, buffer(context, "tune: out", 256, usage)?];
+    let kernel = Kernel::new(context, READ, &[&from, &out]);
+    // 16 bytes a load, READS loads an invocation, 256 of them a workgroup.
+    let groups = (bytes / (16 * READS * 256)).min(65_535) as u32;
+    let took = kernel.once(context, groups, 9)? - kernel.once(context, groups, 1)?;
+    Ok(8.0 * f64::from(groups) * (16 * READS * 256) as f64 / took.max(1e-9) / 1e9)
+}
+
+/// A pipeline over buffers.
+struct Kernel {
+    pipeline: wgpu::ComputePipeline,
+    group: wgpu::BindGroup,
+}
+
+impl Kernel {
+    fn new(context: &Context, text: &str, buffers: &[&wgpu::Buffer]) -> Self {
+        let source = wgpu::ShaderSource::Wgsl(text.into());
+        let module = context.device.create_shader_module(wgpu::ShaderModuleDescriptor { label: Some("tune"), source });
+        let pipeline = context.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+            label: Some("tune"),
+            layout: None,
+            module: &module,
+            entry_point: Some("main"),
+            compilation_options: wgpu::PipelineCompilationOptions::default(),
+            cache: None,
+        });
+        let entries: Vec<_> = (buffers.iter().zip(0..))
+            .map(|(buffer, binding)| wgpu::BindGroupEntry { binding, resource: buffer.as_entire_binding() })
+            .collect();
+        let layout = pipeline.get_bind_group_layout(0);
+        let group = context.device.create_bind_group(&wgpu::BindGroupDescriptor {
+            label: Some("tune"),
+            layout: &layout,
+            entries: &entries,
+        });
+        Self { pipeline, group }
+    }
+
+    /// Median seconds of a submission with `n` dispatches of `groups` workgroups.
+    fn once(&self, context: &Context, groups: u32, n: u32) -> Result<f64, DeviceError> {
+        median(|| {
+            let began = Instant::now();
+            let mut encoder = context.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+            {
+                let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+                pass.set_pipeline(&self.pipeline);
+                pass.set_bind_group(0, &self.group, &[]);
+                (0..n).for_each(|_| pass.dispatch_workgroups(groups, 1, 1));
+            }
+            let commands = encoder.finish();
+            wait(context, context.queue.submit([commands]))?;
+            Ok(began.elapsed())
+        })
+    }
 }
 
 fn dispatch(context: &Context) -> Result<f64, DeviceError> {
     let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
     let words = buffer(context, "tune: words", 64 * 64 * 4, usage)?;
-    let module = context.device.create_shader_module(wgpu::ShaderModuleDescriptor {
-        label: Some("tune"),
-        source: wgpu::ShaderSource::Wgsl(BUMP.into()),
-    });
-    let pipeline = context.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
-        label: Some("tune"),
-        layout: None,
-        module: &module,
-        entry_point: Some("main"),
-        compilation_options: wgpu::PipelineCompilationOptions::default(),
-        cache: None,
-    });
-    let group = context.device.create_bind_group(&wgpu::BindGroupDescriptor {
-        label: Some("tune"),
-        layout: &pipeline.get_bind_group_layout(0),
-        entries: &[wgpu::BindGroupEntry { binding: 0, resource: words.as_entire_binding() }],
-    });
-    let pass = |n: u32| {
-        let began = Instant::now();
-        let mut encoder = context.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
-        {
-            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-            pass.set_pipeline(&pipeline);
-            pass.set_bind_group(0, &group, &[]);
-            (0..n).for_each(|_| pass.dispatch_workgroups(64, 1, 1));
-        }
-        let commands = encoder.finish();
-        wait(context, context.queue.submit([commands]))?;
-        Ok(began.elapsed())
-    };
+    let kernel = Kernel::new(context, BUMP, &[&words]);
     let [few, many] = DISPATCHES;
-    let took = median(|| pass(many))? - median(|| pass(few))?;
+    let took = kernel.once(context, 64, many)? - kernel.once(context, 64, few)?;
     Ok(1e6 * took.max(0.0) / f64::from(many - few))
 }
 
