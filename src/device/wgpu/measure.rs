@@ -30,13 +30,13 @@ fn main(@builtin(global_invocation_id) at: vec3<u32>) { words[at.x] += 1u; }
 
 /// Reads a buffer once, side by side, and keeps nothing of it.
 const READ: &str = "
-@group(0) @binding(0) var<storage, read> from: array<vec4<u32>>;
-@group(0) @binding(1) var<storage, read_write> out: array<u32>;
+@group(0) @binding(0) var<storage, read> source: array<vec4<u32>>;
+@group(0) @binding(1) var<storage, read_write> sink: array<u32>;
 @compute @workgroup_size(256)
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+fn main(@builtin(workgroup_id) wg: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
     var seen = vec4<u32>();
-    for (var i = 0u; i < 32u; i++) { seen ^= from[(group.x * 32u + i) * 256u + lane]; }
-    if seen.x == 1u && seen.y == 2u { out[0] = seen.z; }
+    for (var i = 0u; i < 32u; i++) { seen ^= source[(wg.x * 32u + i) * 256u + lane]; }
+    if seen.x == 1u && seen.y == 2u { sink[0] = seen.z; }
 }
 ";
 
@@ -78,8 +78,9 @@ fn allowed(context: &Context, wanted: u64) -> u64 {
 
 fn wait(context: &Context, index: wgpu::SubmissionIndex) -> Result<(), DeviceError> {
     let waited = context.device.poll(wgpu::PollType::Wait { submission_index: Some(index), timeout: None });
-    waited.map_err(|e| DeviceError::Lost { why: e.to_string() })?;
-    context.lost.get().map_or(Ok(()), |why| Err(DeviceError::Lost { why: why.clone() }))
+    // What was refused explains why there is nothing to wait for.
+    context.lost.get().map_or(Ok(()), |why| Err(DeviceError::Lost { why: why.clone() }))?;
+    waited.map(|_| ()).map_err(|e| DeviceError::Lost { why: e.to_string() })
 }
 
 /// The median of [`REPEATS`] runs, the first one left out.
