@@ -264,8 +264,7 @@ fn record_of(
         Err(why) => json!({ "none": why }),
     });
     let one = |d: &Decoded| {
-        let mut line =
-            json!({ "expert_gb": d.expert_gb, "drafts": d.drafts, "threads": d.threads, "decode_tok_s": d.tok_s, "device": d.note });
+        let mut line = json!({ "expert_gb": d.expert_gb, "drafts": d.drafts, "threads": d.threads, "decode_tok_s": d.tok_s, "device": d.note });
         if d.tok_s.is_none() {
             line["error"] = line["device"].take();
         }
