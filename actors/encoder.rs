@@ -513,6 +513,24 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_panic_is_told_to_whoever_waits() {
+        let (handle, thread, _) = start();
+        let mut rows = handle.encode(vec![0.0; 100], false).await.unwrap();
+        rows.next().await.unwrap();
+        let died = handle.align(|| -> () { panic!("a test kills the encoder") }).await;
+        assert!(matches!(died, Err(EncodeError::Gone)));
+        let end = loop {
+            match rows.next().await {
+                Ok(Some(_)) => {}
+                end => break end,
+            }
+        };
+        assert!(matches!(end, Err(EncodeError::Gone)));
+        assert!(matches!(handle.encode(vec![0.0], false).await, Err(EncodeError::Gone)));
+        assert!(thread.join().is_err());
+    }
+
+    #[tokio::test]
     async fn shutdown_ends_whoever_waits() {
         let (handle, thread, _) = start();
         let mut rows = handle.encode(vec![0.0; 100], false).await.unwrap();

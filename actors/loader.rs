@@ -258,6 +258,11 @@ impl Loader {
             let _ = warming.reply.send(());
             return;
         };
+        if self.model.as_ref().is_some_and(|model| model.container.still_readable().is_err()) {
+            // Nothing of it may be touched any more; the builder asks the file next, and says what happened.
+            let _ = warming.reply.send(());
+            return;
+        }
         let payload = matrix.payload();
         let end = payload.len().min(warming.offset + STRIDE);
         let span = trace_span!(target: "riparian::loader", "page in", bytes = end - warming.offset);
@@ -430,6 +435,35 @@ mod tests {
         file.set_len(bytes.len() as u64 - 1).unwrap();
         let error = fetch(&handle, 1, 7).payload.unwrap_err();
         assert!(error.contains("changed.cmf") && error.contains("bytes"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_file_that_is_cut_is_not_paged_in_any_further() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("cut.cmf");
+        std::fs::copy(bundled(), &path).unwrap();
+        let (handle, _thread) = spawn().unwrap();
+        let model = handle.open(path.clone(), Access::Mapped).await.unwrap().unwrap();
+        // Cut by its own reader, between two strides.
+        let mut strides = 0;
+        let progress: OnProgress = Box::new(move |_| {
+            strides += 1;
+            if strides == 2 {
+                std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(4096).unwrap();
+            }
+            assert!(strides < 3, "it goes on in a file that was cut");
+        });
+        handle.warm(Residency::default(), progress).await.expect("an answer");
+        assert!(model.still_intact().is_err_and(|error| error.to_string().contains("4096 bytes")));
+    }
+
+    #[tokio::test]
+    async fn a_panic_is_told_to_whoever_waits() {
+        let (handle, thread) = spawn().unwrap();
+        handle.open(bundled(), Access::Mapped).await.unwrap().unwrap();
+        let warmed = handle.warm(Residency::default(), Box::new(|_| panic!("a test kills the loader"))).await;
+        assert!(warmed.is_none() && handle.open(bundled(), Access::Mapped).await.is_none());
+        assert!(thread.join().is_err());
     }
 
     #[tokio::test]

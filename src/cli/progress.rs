@@ -24,7 +24,10 @@ fn begin(terminal: &Terminal, what: &str, template: &str) -> ProgressBar {
     let style = ProgressStyle::with_template(template).expect("a template written here").progress_chars("━╸─");
     let bar = ProgressBar::new(0).with_style(style).with_message(what.to_owned());
     let bar = terminal.bars().add(bar);
-    bar.enable_steady_tick(Duration::from_millis(120));
+    // A tick takes a thread, which nobody needs where nothing is drawn.
+    if !bar.is_hidden() {
+        bar.enable_steady_tick(Duration::from_millis(120));
+    }
     bar
 }
 

@@ -75,6 +75,7 @@ impl Builder {
         let Self { path, knobs, on_progress, faults } = self;
         // Never entered: open from here until the runtime stands.
         let load = info_span!(target: "riparian::load", "load", path = %path.display(), device = field::Empty);
+        shared_pool()?;
         let (loader, loader_thread) = loader::spawn().map_err(|e| Error::thread("loader", &e))?;
         // From here on everything started is stopped again if something fails.
         let mut threads = Threads { running: None, loader: loader.clone(), encoder: None, rest: vec![loader_thread] };
@@ -121,6 +122,17 @@ impl Builder {
 }
 
 const GONE: SessionError = SessionError::Gone { actor: "loader" };
+
+/// Starts rayon's own pool, which it would start by itself, but with a panic where the system refuses a thread.
+fn shared_pool() -> Result<(), Error> {
+    match rayon::ThreadPoolBuilder::new().build_global() {
+        // The other reason is that it runs already.
+        Err(error) if format!("{error:?}").contains("IOError") => {
+            Err(Error::thread("shared pool", &std::io::Error::other(error)))
+        }
+        _ => Ok(()),
+    }
+}
 
 fn threads_of(knobs: &Knobs) -> usize {
     knobs.threads.map_or_else(default_threads, |threads| threads as usize)

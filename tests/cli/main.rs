@@ -2,9 +2,9 @@
 //!
 //! `golden` holds the transcripts of the tiny model against its reference,
 //! `input` what happens with recordings and files that are not as they should
-//! be, `gpu` the program on an adapter, `commands` every command once, `trace` what `--trace` writes, `progress` how long
-//! operations tell how far they are, `usage` what is
-//! refused and how.
+//! be, `starved` too few threads, `gpu` the program on an adapter, `commands`
+//! every command once, `trace` what `--trace` writes, `progress` how long
+//! operations tell how far they are, `usage` what is refused and how.
 
 mod commands;
 mod golden;
@@ -12,6 +12,7 @@ mod golden;
 mod gpu;
 mod input;
 mod progress;
+mod starved;
 mod support;
 mod trace;
 mod usage;
