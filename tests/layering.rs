@@ -143,6 +143,7 @@ fn unsafe_stands_only_where_the_style_allows_it() {
         file == Path::new("src/model/mmap.rs")
             || file == Path::new("src/audio/gemm.rs")
             || file == Path::new("src/device/trusted.rs")
+            || file == Path::new("src/host/team.rs")
             || file.starts_with("src/host") && file.to_str().unwrap().contains("avx")
     };
     for (file, text) in sources().into_iter().filter(|(file, _)| !allowed(file)) {
@@ -151,7 +152,7 @@ fn unsafe_stands_only_where_the_style_allows_it() {
     }
 }
 
-/// `docs/testing.md` lists each file's unsafe blocks and what makes them true; each block has its `SAFETY:` line.
+/// `docs/testing.md` lists each file's unsafe blocks and impls and what makes them true; each block has its `SAFETY:` line.
 #[test]
 fn every_unsafe_block_is_counted_and_has_its_check() {
     let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/testing.md")).unwrap();
@@ -164,8 +165,12 @@ fn every_unsafe_block_is_counted_and_has_its_check() {
     for (file, text) in sources() {
         let lines: Vec<&str> = text.lines().collect();
         let mut blocks = 0;
-        for (number, line) in code(&text).filter(|(_, line)| line.contains("unsafe {")) {
-            blocks += line.matches("unsafe {").count();
+        for (number, line) in code(&text) {
+            let here = line.matches("unsafe {").count() + line.matches("unsafe impl").count();
+            if here == 0 {
+                continue;
+            }
+            blocks += here;
             let above = &lines[number.saturating_sub(9)..number];
             assert!(above.iter().any(|l| l.contains("SAFETY:")), "{}:{number} has no SAFETY line", file.display());
         }
