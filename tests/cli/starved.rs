@@ -31,7 +31,6 @@ fn a_thread_that_cannot_be_started_is_an_error() {
         }
     }
     refused.dedup();
-    println!("{well} runs had room; the others said: {refused:#?}");
     assert!(well > 0 && refused.len() > 3, "{refused:#?}");
 }
 
