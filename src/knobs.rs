@@ -269,7 +269,7 @@ knobs! {
     staging_mb: u32 = 256,
         "CMF_NEMO_STAGING_MB", "megabytes from 1 to 4096", default "256",
         |v: &str| within(v, 1, 4096), show_plain;
-    /// Longest estimated device work of one submission, ms. Not heeded yet: a warning says so.
+    /// Longest estimated device work of one submission, ms.
     submit_ms: u32 = 100,
         "CMF_NEMO_SUBMIT_MS", "milliseconds from 1 to 10000", default "100",
         |v: &str| within(v, 1, 10_000), show_plain;
@@ -281,14 +281,14 @@ knobs! {
     steps: u32 = 16,
         "CMF_NEMO_STEPS", "a number of steps from 1 to 256", default "16 (adapts with a partial bank)",
         |v: &str| within(v, 1, 256), show_plain;
-    /// Row blocks per expert workgroup. Not heeded yet: a warning says so.
+    /// Row blocks per expert workgroup.
     bank_rep: Option<u32> = None,
         "CMF_NEMO_BANK_REP", "1 to 8", default "chosen per device",
         |v: &str| within(v, 1, 8).map(Some), show_option;
     /// `1`: a summary of encode, wait and completion times per flight, on stderr at the end.
     prof: bool = false,
         "CMF_NEMO_PROF", "0 or 1", default "0", switch, show_switch;
-    /// `1`: device timestamps per dispatch class. Not heeded yet: a warning says so.
+    /// `1`: device timestamps per dispatch class.
     ts: bool = false,
         "CMF_NEMO_TS", "0 or 1", default "0", switch, show_switch;
     /// Dispatch classes left out, to see their cost in the difference; the tokens are then wrong.
@@ -296,6 +296,20 @@ knobs! {
         "CMF_NEMO_SKIP",
         "a comma-separated list of in_proj scan out_proj qkv attn o_proj router exp_up exp_down sh_down final head",
         default "none", skip, show_skip;
+}
+
+/// The user's folder for files that may be deleted at any time, if the system has one: `riparian` in it is ours.
+#[must_use]
+pub fn cache_folder() -> Option<std::path::PathBuf> {
+    let folder = |name: &str| std::env::var_os(name).map(std::path::PathBuf::from).filter(|path| path.is_absolute());
+    let user = if cfg!(windows) {
+        folder("LOCALAPPDATA")
+    } else if cfg!(target_os = "macos") {
+        folder("HOME").map(|home| home.join("Library/Caches"))
+    } else {
+        folder("XDG_CACHE_HOME").or_else(|| folder("HOME").map(|home| home.join(".cache")))
+    };
+    user.map(|user| user.join("riparian"))
 }
 
 impl Knobs {

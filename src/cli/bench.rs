@@ -120,6 +120,9 @@ impl Bench {
                     }
                     let mut line = self.line(&runtime, &setting, prompt_len, &runs);
                     line.insert("load_s".into(), seconds(load_s));
+                    if setting.knobs.ts {
+                        line.insert("class_times".into(), class_times(&runtime));
+                    }
                     watch.record(&mut line);
                     if self.json {
                         terminal.line(Value::Object(line.clone())).map_err(anyhow::Error::from)?;
@@ -293,4 +296,15 @@ fn record(run: &Run, prompt_len: u32) -> Value {
 /// Lines of an earlier run, by path, for messages.
 fn named(path: &Path) -> String {
     path.display().to_string()
+}
+
+/// Device time by class since the start, as `CMF_NEMO_TS` measures it.
+fn class_times(runtime: &Runtime) -> Value {
+    let row = |time: &riparian::device::times::ClassTime| {
+        json!({
+            "in": if time.pass { "pass" } else { "step" }, "class": time.class.name(), "dispatches": time.dispatches,
+            "ms": time.took.as_secs_f64() * 1e3,
+        })
+    };
+    runtime.class_times().iter().map(row).collect()
 }

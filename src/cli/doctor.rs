@@ -94,6 +94,7 @@ fn adapters() -> Value {
         json!({
             "id": adapter.id, "name": adapter.name, "kind": adapter.kind, "driver": adapter.driver,
             "subgroup": adapter.subgroup, "features": adapter.features, "limits": limits,
+            "memory": adapter.memory, "self_test": adapter.self_test,
         })
     };
     described.iter().map(row).collect()

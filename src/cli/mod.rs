@@ -301,8 +301,18 @@ async fn load(path: &Path, knobs: Knobs, terminal: &Terminal) -> Result<Runtime,
     built.map_err(|error| Failure::from(error).about(path))
 }
 
-/// Stops a runtime, and tells where its time went if `CMF_NEMO_PROF` asks for it.
+/// Stops a runtime, and tells where its time went if `CMF_NEMO_PROF` or `CMF_NEMO_TS` asks for it.
 async fn end(runtime: Runtime, knobs: &Knobs, terminal: &Terminal) {
+    for time in runtime.class_times() {
+        terminal.note(format!(
+            "{} {:<8} {:>8} dispatches {:>10.3} ms, {:>7.1} us each",
+            if time.pass { "pass" } else { "step" },
+            time.class.name(),
+            time.dispatches,
+            time.took.as_secs_f64() * 1e3,
+            time.took.as_secs_f64() * 1e6 / time.dispatches.max(1) as f64,
+        ));
+    }
     if knobs.prof
         && let Ok(counters) = runtime.counters().await
     {

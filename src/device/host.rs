@@ -121,6 +121,7 @@ impl HostDevice {
             staging: STAGING,
             upload_staging: UPLOAD_STAGING,
             landing_deadline: None,
+            class_times: None,
         };
         let maths = HostMaths::new(decoder.clone(), &options);
         let (dies_at, mut steps) = (options.dies_at, 0);

@@ -76,6 +76,8 @@ kernels! {
     ATTN_MERGE "attn_merge" [Uniform Read Read Write] twins ["softmax_merge"];
     /// Logits, and the best of each workgroup.
     HEAD "head" [Uniform Read Uniform Read Read Read Write Write] twins ["rms_norm" "matvec" "argmax"];
+    /// What a team is on an adapter.
+    LANES "lanes" [Write] twins ["lanes"];
     /// Rows from the host.
     TAKE_ROWS "take_rows" [Uniform Read Uniform Read Write] twins [];
     /// Rows of a pass as the products read them.
@@ -328,6 +330,9 @@ impl Kernel {
     /// The kernel as `choice` wants it.
     #[must_use]
     pub fn variant(&self, choice: &Choice) -> Variant {
+        if self.name == LANES.name {
+            return Variant { kernel: self.name, commons: vec![choice.team.common()] };
+        }
         let rows = match choice.rows {
             1 => "rows_1",
             2 => "rows_2",

@@ -27,6 +27,7 @@ pub mod params;
 #[cfg(feature = "gpu")]
 pub mod pass;
 pub mod scripted;
+pub mod times;
 #[cfg(feature = "gpu")]
 mod trusted;
 #[cfg(feature = "gpu")]
@@ -168,6 +169,8 @@ pub struct Facts {
     pub upload_staging: usize,
     /// Longest a landing may take before the device counts as lost; `None` where any time is right.
     pub landing_deadline: Option<Duration>,
+    /// Device time by dispatch class, where it is measured.
+    pub class_times: Option<std::sync::Arc<times::ClassTimes>>,
 }
 
 impl Facts {

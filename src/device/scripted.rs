@@ -122,6 +122,7 @@ impl Script {
             staging: self.staging,
             upload_staging: self.upload_staging,
             landing_deadline: self.landing_deadline,
+            class_times: None,
         }
     }
 

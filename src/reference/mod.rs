@@ -23,6 +23,7 @@ pub mod embed;
 pub mod fuse;
 pub mod gated_group_norm;
 pub mod half;
+pub mod lanes;
 pub mod layer_norm;
 pub mod matvec;
 pub mod mlp;

@@ -169,11 +169,11 @@ impl Parts {
         let prompter = tokenizer.map(|tokenizer| Prompter::new(tokenizer, &model.provenance));
         let aligner = model.alignment_tokenizer().map(|text| Tokenizer::from_bytes(text.as_bytes())).transpose()?;
         let perception = Perception::open(model)?.map(Arc::new);
-        let (host, residency) = (Host::new(model, knobs)?, residency(model, knobs, expert_bytes));
+        let (host, residency) = (Host::new(model, knobs)?, residency(model, asked_bytes(knobs), expert_bytes));
         let (device, fallback, warm) = match gpu(model, knobs, faults, &mut on_progress)? {
             Some(gpu) => (gpu, Some(host.fallback()), None),
             None => {
-                warn_of_unheeded(knobs, true);
+                warn_of_unheeded(knobs);
                 (host.open(&residency)?, None, Some((residency, on_progress)))
             }
         };
@@ -221,7 +221,7 @@ impl Host {
 }
 
 /// Who is resident in the banks of the decoder, a place of a layer taking `bytes`. The draft layer's bank is always full.
-fn residency(model: &Model, knobs: &Knobs, bytes: impl Fn(&MoeWeights) -> u64) -> Residency {
+fn residency(model: &Model, budget_bytes: Option<u64>, bytes: impl Fn(&MoeWeights) -> u64) -> Residency {
     let decoder = model.decoder.blocks.iter().filter_map(|block| match &block.mixer {
         Mixer::Moe(moe) => Some(&**moe),
         _ => None,
@@ -234,7 +234,6 @@ fn residency(model: &Model, knobs: &Knobs, bytes: impl Fn(&MoeWeights) -> u64) -
             hot: model.expert_hot.get(layer).map_or(&[], Vec::as_slice),
         })
         .collect();
-    let budget_bytes = knobs.expert_gb.map(|gb| (gb * 1e9).round() as u64);
     Residency::new(&layers, budget_bytes)
 }
 
@@ -247,11 +246,21 @@ fn conventions(knobs: &Knobs) -> DraftConventions {
 /// all the decoder's. What it takes from a partial bank is missed by every token, and prefill misses it too: measured, a
 /// budget of 12 of 17 GB decodes no faster with drafts and prefills a quarter slower.
 #[cfg(feature = "gpu")]
-fn draft_bank_bytes(model: &Model, knobs: &Knobs, bytes: impl Fn(&MoeWeights) -> u64) -> Option<u64> {
+fn draft_bank_bytes(
+    model: &Model,
+    knobs: &Knobs,
+    budget_bytes: Option<u64>,
+    bytes: impl Fn(&MoeWeights) -> u64,
+) -> Option<u64> {
     let draft = model.decoder.draft.as_deref().filter(|_| knobs.mtp)?;
     let own = bytes(&draft.moe) * draft.moe.experts.len() as u64;
-    let decoders = residency(model, &Knobs { expert_gb: None, ..knobs.clone() }, bytes).bytes();
-    knobs.expert_gb.is_none_or(|gb| gb * 1e9 >= (own + decoders) as f64).then_some(own)
+    let decoders = residency(model, None, bytes).bytes();
+    budget_bytes.is_none_or(|budget| budget >= own + decoders).then_some(own)
+}
+
+/// `CMF_NEMO_EXPERT_GB` in bytes.
+fn asked_bytes(knobs: &Knobs) -> Option<u64> {
+    knobs.expert_gb.map(|gb| (gb * 1e9).round() as u64)
 }
 
 /// Bytes of the largest expert of a layer.
@@ -260,16 +269,15 @@ fn expert_bytes(moe: &MoeWeights) -> u64 {
     bytes.max().unwrap_or(0) as u64
 }
 
-/// Knobs that would silently do nothing: those that only a GPU heeds, on the host, and those not built yet.
-fn warn_of_unheeded(knobs: &Knobs, on_host: bool) {
+/// Knobs that only a GPU heeds and that would silently do nothing on the host.
+fn warn_of_unheeded(knobs: &Knobs) {
     let timestamps = ("CMF_NEMO_TS", knobs.ts);
     let row_blocks = ("CMF_NEMO_BANK_REP", knobs.bank_rep.is_some());
     let skip = ("CMF_NEMO_SKIP", !knobs.skip.is_empty());
     let submission = ("CMF_NEMO_SUBMIT_MS", knobs.submit_ms != Knobs::default().submit_ms);
-    let unheeded =
-        if on_host { vec![timestamps, row_blocks, skip, submission] } else { vec![timestamps, row_blocks, submission] };
+    let unheeded = [timestamps, row_blocks, skip, submission];
     for (name, _) in unheeded.into_iter().filter(|(_, given)| *given) {
-        warn!(name, on_host, "this knob has no effect here");
+        warn!(name, "this knob has no effect on the host");
     }
 }
 
@@ -325,7 +333,6 @@ fn open_gpu(
         let why = "it prefills by itself, and CMF_NEMO_PREFILL asks for the host";
         return Err(DeviceError::Unfit { why: why.into() });
     }
-    warn_of_unheeded(knobs, false);
     first_that_opens(candidates, |found| open_fitting(found, model, knobs, faults, on_progress))
 }
 
@@ -372,7 +379,7 @@ fn open_fitting(
             let round: u64 = residency.banks.iter().map(|bank| bank.place_bytes).sum();
             let less = residency.bytes() - round.max(residency.bytes() / 4).min(residency.bytes());
             knobs.expert_gb = Some(less as f64 / 1e9);
-            let fewer = self::residency(model, &knobs, place_bytes);
+            let fewer = self::residency(model, asked_bytes(&knobs), place_bytes);
             if fewer.places() >= residency.places() {
                 return Err(error);
             }
@@ -391,36 +398,54 @@ fn open_on(
     faults: &Faults,
     on_progress: &mut loader::OnProgress,
 ) -> Result<Box<dyn Device>, (DeviceError, Option<Residency>)> {
-    use crate::device::wgpu::{DraftSetup, Gpu, Setup};
+    use crate::device::wgpu::{DraftSetup, Gpu, Setup, memory, selftest};
     let found_name = found.info().name;
-    let context = found.open_with(None, knobs.coop, faults.clone()).map_err(|error| (error, None))?;
-    let positions = knobs.ctx.map_or(model.geometry.max_positions.min(65_536), |ctx| ctx as usize);
-    let draft_bytes = draft_bank_bytes(model, knobs, place_bytes);
-    let decoders =
-        Knobs { expert_gb: knobs.expert_gb.map(|gb| gb - draft_bytes.unwrap_or(0) as f64 / 1e9), ..knobs.clone() };
-    let residency = residency(model, &decoders, place_bytes);
+    let mut context = found.open_with(None, knobs.coop, faults.clone()).map_err(|error| (error, None))?;
+    context.cache_folder = crate::knobs::cache_folder();
+    context.stamps = knobs.ts;
+    context.submission_most = std::time::Duration::from_millis(u64::from(knobs.submit_ms));
+    context.bank_rep = knobs.bank_rep.map_or(1, |rep| rep as usize);
+    if knobs.ts && !context.timestamps {
+        warn!(device = found_name, "the adapter has no timestamps: CMF_NEMO_TS has no effect");
+    }
+    let asked = memory::Asked { expert_bytes: asked_bytes(knobs), positions: knobs.ctx.map(|ctx| ctx as usize) };
+    let staging_bytes = u64::from(knobs.staging_mb) * 1_000_000;
+    let (geometry, decoder) = (&model.geometry, &model.decoder);
+    let fixed = memory::Fixed::new(geometry, decoder, slots, GPU_PASS_ROWS[0], staging_bytes, knobs.mtp);
+    let draft_bytes = draft_bank_bytes(model, knobs, None, place_bytes).unwrap_or(0);
+    let all_bytes = residency(model, None, place_bytes).bytes() + draft_bytes;
+    let budget = memory::budget(&context, &fixed, asked, all_bytes, geometry.max_positions);
+    let draft_bytes = draft_bank_bytes(model, knobs, budget.expert_bytes, place_bytes);
+    let decoders = budget.expert_bytes.map(|budget| budget - draft_bytes.unwrap_or(0));
+    let residency = residency(model, decoders, place_bytes);
     let experts: usize = residency.banks.iter().map(|bank| bank.experts).sum();
     let setup = Setup {
         activations: knobs.act,
-        positions,
+        positions: budget.positions,
         slots,
         pass_rows: GPU_PASS_ROWS[usize::from(residency.places() < experts)],
-        window_bytes: u64::from(knobs.staging_mb) * 1_000_000,
+        window_bytes: staging_bytes,
         keep_logits: false,
         skip: knobs.skip.clone(),
         drafts: draft_bytes.map(|_| DraftSetup { conventions: conventions(knobs), given: None }),
     };
+    // a software rasteriser runs only where it is named, and would take longer for this than for the model
+    if !context.is_software() {
+        let kinds = selftest::Kinds::of(&model.geometry, &model.decoder);
+        let full = residency.places() == experts;
+        let wanted = selftest::Wanted { activations: knobs.act, full, skip: &[] };
+        selftest::run(&mut context, &kinds, &wanted).map_err(|error| (error, None))?;
+    }
     info!(
         device = found_name,
         experts_on_device = residency.places(),
         experts,
         gigabytes = residency.bytes() as f64 / 1e9,
-        budget = knobs.expert_gb.map_or_else(|| "all".to_owned(), |gb| format!("{gb} GB")),
+        budget = budget.why,
         "the device decodes; the host completes what its banks lack"
     );
     let residents: Vec<_> = residency.banks.iter().map(|bank| bank.residents.clone()).collect();
     let mut progress = |done_bytes, total_bytes| on_progress(LoadProgress { done_bytes, total_bytes });
-    let (geometry, decoder) = (&model.geometry, &model.decoder);
     match Gpu::open_partial(context, geometry, decoder, &setup, Some(&residents), &mut progress) {
         Ok(gpu) => Ok(Box::new(gpu)),
         Err(error) => Err((error, Some(residency))),

@@ -163,6 +163,12 @@ impl Runtime {
         Ok(self.shared.sessions.counters().await?)
     }
 
+    /// Device time by dispatch class since the start, where `CMF_NEMO_TS` asks for it and the device has timestamps.
+    #[must_use]
+    pub fn class_times(&self) -> Vec<crate::device::times::ClassTime> {
+        self.shared.facts.class_times.as_ref().map_or_else(Vec::new, |times| times.list())
+    }
+
     /// Embedding rows of `ids`, `[n, hidden]`.
     ///
     /// # Errors

@@ -32,7 +32,7 @@ impl Gpu {
         let name = std::env::var("RIPARIAN_TEST_ADAPTER").unwrap_or_else(|_| "llvmpipe".into());
         let context = find(&DeviceChoice::Adapter(name)).expect("an adapter for the tests").open(None, true);
         let context = context.expect("a device");
-        let pipelines = RefCell::new(Pipelines::new(&context, None));
+        let pipelines = RefCell::new(Pipelines::new(&context));
         Gpu { context, pipelines }
     }
 

@@ -4,4 +4,5 @@
 mod drafts;
 mod gpu;
 mod prefill;
+mod selftest;
 mod weights;

@@ -1,6 +1,8 @@
 //! Which adapter, with which limits and which kernel variant.
 
 use super::super::kernels::Team;
+use super::super::trusted;
+pub use super::super::trusted::Heap;
 use super::faults::Faults;
 use crate::device::DeviceError;
 use crate::knobs::DeviceChoice;
@@ -11,8 +13,8 @@ pub struct Found {
     adapter: wgpu::Adapter,
 }
 
-/// A device with what the kernels need to know of it.
-#[derive(Debug)]
+/// A device with what the kernels need to know of it. Clones name the same device.
+#[derive(Clone, Debug)]
 pub struct Context {
     /// The device.
     pub device: wgpu::Device,
@@ -28,6 +30,16 @@ pub struct Context {
     pub cooperative: bool,
     /// Whether timestamps inside passes are offered.
     pub timestamps: bool,
+    /// Whether every dispatch gets timestamps, where they are offered (`CMF_NEMO_TS`).
+    pub stamps: bool,
+    /// Longest estimated work of one submission (`CMF_NEMO_SUBMIT_MS`).
+    pub submission_most: std::time::Duration,
+    /// Row blocks that a workgroup of the experts has, 1 to 8 (`CMF_NEMO_BANK_REP`).
+    pub bank_rep: usize,
+    /// Its largest heap, where the backend tells.
+    pub heap: Option<Heap>,
+    /// Where compiled pipelines are kept between runs; `None` keeps none.
+    pub cache_folder: Option<std::path::PathBuf>,
     /// Why and when the device was lost.
     pub lost: std::sync::Arc<std::sync::OnceLock<String>>,
     /// What tests ask to go wrong.
@@ -107,6 +119,12 @@ pub fn candidates(choice: &DeviceChoice, software: bool) -> Result<Vec<Found>, D
     Ok(found.into_iter().map(|(_, adapter)| Found { adapter }).collect())
 }
 
+impl From<wgpu::Adapter> for Found {
+    fn from(adapter: wgpu::Adapter) -> Self {
+        Self { adapter }
+    }
+}
+
 impl Found {
     /// Its facts.
     #[must_use]
@@ -156,7 +174,7 @@ impl Found {
             required_features: wanted,
             required_limits: limits.clone(),
             experimental_features: if cooperative {
-                super::super::trusted::experimental()
+                trusted::experimental()
             } else {
                 wgpu::ExperimentalFeatures::disabled()
             },
@@ -182,7 +200,37 @@ impl Found {
             }
         }));
         let timestamps = wanted.contains(stamps);
-        Ok(Context { device, queue, info, limits, team, cooperative, timestamps, lost, faults })
+        let (cache_folder, heap) = (None, trusted::largest_heap(&self.adapter));
+        Ok(Context {
+            device,
+            queue,
+            info,
+            limits,
+            team,
+            cooperative,
+            timestamps,
+            stamps: false,
+            submission_most: std::time::Duration::from_millis(100),
+            bank_rep: 1,
+            heap,
+            cache_folder,
+            lost,
+            faults,
+        })
+    }
+}
+
+impl Context {
+    /// Whether it is a rasteriser that runs on the processor.
+    #[must_use]
+    pub fn is_software(&self) -> bool {
+        self.info.device_type == wgpu::DeviceType::Cpu
+    }
+
+    /// Whether it shares its memory with the processor.
+    #[must_use]
+    pub fn shares_memory(&self) -> bool {
+        matches!(self.info.device_type, wgpu::DeviceType::Cpu | wgpu::DeviceType::IntegratedGpu)
     }
 }
 

@@ -6,6 +6,7 @@ use tracing::info;
 
 use super::super::kernels::{Choice, Encoding, Format, TAKE_ROWS};
 use super::super::params;
+use super::super::times::ClassTimes;
 use super::adapter::Context;
 use super::decode::{Frame, key, record};
 use super::layout::padded;
@@ -41,6 +42,7 @@ impl Ready {
     ///
     /// [`DeviceError`] where the driver refuses a pipeline or a buffer.
     pub fn new(context: &Context, pipelines: &mut Pipelines, plan: Plan<Key>) -> Result<Self, DeviceError> {
+        pipelines.prepare(context, &plan.pipelines)?;
         let made = plan.pipelines.iter().map(|key| pipelines.get(context, key)).collect::<Result<_, _>>()?;
         let usage = wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::COPY_DST;
         let uniforms = buffer(context, "params", plan.uniforms.len() as u64, usage)?;
@@ -122,6 +124,9 @@ pub struct Core {
     pub sizes: Sizes,
     /// Arithmetic.
     pub activations: Activations,
+    /// Device time by dispatch class, where it is measured.
+    pub times: Option<Arc<ClassTimes>>,
+    pipelines: usize,
 }
 
 /// How the device is opened.
@@ -180,11 +185,12 @@ impl Core {
         let snapshots = drafts.map_or(1, |(_, rows)| rows);
         let full = !weights.is_partial();
         let pass_rows = prefill::rows_that_fit(&context, geometry, &weights, setup.pass_rows);
-        let mut pipelines = Pipelines::new(&context, None);
+        let mut pipelines = Pipelines::new(&context);
         let frame = Frame {
             geometry,
             weights: &weights,
             team: context.team,
+            bank_rep: context.bank_rep,
             activations: setup.activations,
             rows: 1,
             snapshots,
@@ -192,21 +198,23 @@ impl Core {
             keep_logits: setup.keep_logits,
             drafts: drafts.map(|(drafts, _)| drafts.conventions),
         };
-        let step = Ready::new(&context, &mut pipelines, left_in(record(frame), &setup.skip))?;
-        let take = Ready::new(&context, &mut pipelines, take_plan(&context, padded(geometry.hidden), pass_rows))?;
+        let step = left_in(record(frame), &setup.skip);
+        let take = take_plan(&context, padded(geometry.hidden), pass_rows);
         let sizes = Sizes { positions: setup.positions, snapshots, given: pass_rows };
         let one = frame;
         let frame = Frame { rows: pass_rows, ..frame };
-        let [whole, split] = prefill::SPLITS
-            .map(|splits| prefill::record(PassFrame { frame, cooperative: context.cooperative, splits }));
-        let pass = [
-            Ready::new(&context, &mut pipelines, left_in(whole, &setup.skip))?,
-            Ready::new(&context, &mut pipelines, left_in(split, &setup.skip))?,
-        ];
-        let mend = match geometry.moe.as_ref().filter(|_| !full) {
-            Some(moe) => Some(Ready::new(&context, &mut pipelines, partial::plan(&context, geometry, moe))?),
-            None => None,
-        };
+        let pass = prefill::SPLITS.map(|splits| {
+            left_in(prefill::record(PassFrame { frame, cooperative: context.cooperative, splits }), &setup.skip)
+        });
+        let partial = geometry.moe.as_ref().filter(|_| !full);
+        let mend = partial.map(|moe| partial::plan(&context, geometry, moe));
+        let plans = [&step, &take, &pass[0], &pass[1]].into_iter().chain(&mend);
+        pipelines.prepare(&context, plans.flat_map(|plan| &plan.pipelines))?;
+        let step = Ready::new(&context, &mut pipelines, step)?;
+        let take = Ready::new(&context, &mut pipelines, take)?;
+        let [whole, split] = pass;
+        let pass = [Ready::new(&context, &mut pipelines, whole)?, Ready::new(&context, &mut pipelines, split)?];
+        let mend = mend.map(|mend| Ready::new(&context, &mut pipelines, mend)).transpose()?;
         let rounds = match drafts {
             Some((drafts, _)) => {
                 let pass = PassFrame { frame, cooperative: context.cooperative, splits: 1 };
@@ -215,6 +223,7 @@ impl Core {
             }
             None => None,
         };
+        pipelines.keep();
         let mut shared =
             prefill::buffers(&context, geometry, &weights, pass_rows, |name| full || !prefill::survives(name))?;
         if let Some((drafts, _)) = drafts {
@@ -244,7 +253,6 @@ impl Core {
             slots.push(Bound { slot, step, take, last, pass, mend, rounds });
         }
         Ok(Self {
-            context,
             geometry: geometry.clone(),
             weights,
             step,
@@ -255,7 +263,16 @@ impl Core {
             slots,
             sizes,
             activations: setup.activations,
+            times: (context.stamps && context.timestamps).then(Arc::default),
+            context,
+            pipelines: pipelines.len(),
         })
+    }
+
+    /// How many pipelines its plans have.
+    #[must_use]
+    pub fn pipelines(&self) -> usize {
+        self.pipelines
     }
 }
 

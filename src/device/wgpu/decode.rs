@@ -52,6 +52,8 @@ pub struct Frame<'m> {
     pub team: Team,
     /// The arithmetic.
     pub activations: Activations,
+    /// Row blocks that a workgroup of the experts has.
+    pub bank_rep: usize,
     /// Rows of the batch.
     pub rows: usize,
     /// Snapshots of the scan state that a slot keeps.
@@ -508,12 +510,13 @@ impl<'m> Builder<'m> {
             next_field: expert_down.field,
             pad: 0,
         };
+        let (block, down_block) = (BLOCK * self.frame.bank_rep, DOWN_BLOCK * self.frame.bank_rep as u32);
         let mut numbers = self.staged(&choice, hidden);
         numbers.extend([
-            ("BLOCK", BLOCK),
+            ("BLOCK", block),
             ("TOP_K", g.top_k),
             ("OUT_COLS", expert_down.cols),
-            ("OUT_CELLS", at_once * BLOCK),
+            ("OUT_CELLS", at_once * block),
         ]);
         let experts = (at_once * g.top_k).min(g.experts) as u32;
         let bank_name = Name::Bank(layer);
@@ -531,7 +534,7 @@ impl<'m> Builder<'m> {
                 Name::PickScale,
                 Name::SharedAct,
             ],
-            [(expert_down.cols as u32).div_ceil(BLOCK as u32), experts, batches],
+            [(expert_down.cols as u32).div_ceil(block as u32), experts, batches],
         );
 
         // With a partial bank the sum belongs to the experts: it is left in `partial` where the slot halted, and the cure
@@ -555,7 +558,7 @@ impl<'m> Builder<'m> {
             ("COLS", expert_down.cols),
             ("SIDE_WORDS", expert_down.format.side_words(expert_down.cols)),
             ("TOP_K", g.top_k),
-            ("BLOCK", DOWN_BLOCK as usize),
+            ("BLOCK", down_block as usize),
             ("PICKS", at_once * g.top_k),
             ("WEIGHTS", at_once * at_once * g.top_k),
             ("BY_PICK", usize::from(choice.by_pick())),
@@ -575,7 +578,7 @@ impl<'m> Builder<'m> {
                 self.x,
                 Name::Partial,
             ],
-            [(expert_down.rows as u32).div_ceil(DOWN_BLOCK), 1, batches],
+            [(expert_down.rows as u32).div_ceil(down_block), 1, batches],
         );
         let next = crate::ids::LayerIx(layer.0 + 1);
         self.section =

@@ -1,6 +1,9 @@
 //! The adapters of this machine as plain data, for `doctor`.
 
-use super::adapter;
+use super::super::trusted;
+use super::selftest::{self, Kinds, Wanted};
+use super::{adapter, memory};
+use crate::knobs::Activations;
 
 /// What an adapter offers.
 #[derive(Clone, Debug)]
@@ -19,6 +22,10 @@ pub struct Description {
     pub features: Vec<&'static str>,
     /// Limits that decide what fits, by name.
     pub limits: Vec<(&'static str, u64)>,
+    /// What it tells of its memory, and what experts may have of it.
+    pub memory: String,
+    /// Whether its kernels compute what they should; software rasterisers are not asked.
+    pub self_test: String,
 }
 
 /// All of them.
@@ -45,7 +52,10 @@ fn description(id: &str, adapter: &wgpu::Adapter) -> Description {
         ("timestamps inside passes", wgpu::Features::TIMESTAMP_QUERY_INSIDE_PASSES),
         ("pipeline cache", wgpu::Features::PIPELINE_CACHE),
     ];
+    let heap = trusted::largest_heap(adapter);
     Description {
+        memory: memory::told(heap),
+        self_test: self_test(&info, adapter),
         id: id.to_owned(),
         name: info.name,
         kind,
@@ -60,5 +70,23 @@ fn description(id: &str, adapter: &wgpu::Adapter) -> Description {
             ("workgroup invocations", u64::from(limits.max_compute_invocations_per_workgroup)),
             ("workgroups a dimension", u64::from(limits.max_compute_workgroups_per_dimension)),
         ],
+    }
+}
+
+/// The usual model's kernels, int8 activations, all experts resident.
+fn self_test(info: &wgpu::AdapterInfo, adapter: &wgpu::Adapter) -> String {
+    if info.device_type == wgpu::DeviceType::Cpu {
+        return "not run on a software rasteriser".into();
+    }
+    let wanted = Wanted { activations: Activations::Int8, full: true, skip: &[] };
+    let tested = (adapter::Found::from(adapter.clone()).open(None, true))
+        .and_then(|mut context| selftest::run(&mut context, &Kinds::usual(), &wanted));
+    match tested {
+        Ok(report) => {
+            let without =
+                report.without_matrix_units.map_or_else(String::new, |why| format!("; no matrix units: {why}"));
+            format!("passed, {} pipelines in {} ms{without}", report.pipelines, report.took.as_millis())
+        }
+        Err(why) => why.to_string(),
     }
 }

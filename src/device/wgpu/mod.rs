@@ -8,6 +8,7 @@
 //! Knows the model, the plan's records and the device trait; never an actor.
 
 pub mod adapter;
+pub mod cache;
 pub mod contract;
 pub mod core;
 pub mod decode;
@@ -17,13 +18,17 @@ pub mod faults;
 pub mod landing;
 pub mod layout;
 pub mod measure;
+pub mod memory;
+pub mod pace;
 pub mod partial;
 pub mod pipelines;
 pub mod prefill;
 pub mod queue;
 pub mod rounds;
+pub mod selftest;
 pub mod slot;
 pub mod staged;
+pub mod stamps;
 pub mod upload;
 pub mod weights;
 
@@ -107,6 +112,7 @@ impl Gpu {
             staging: UNLANDED_MAX + 4,
             upload_staging: if core.mend.is_some() { UPLOAD_STAGING } else { 1 },
             landing_deadline: Some(std::time::Duration::from_secs(30)),
+            class_times: core.times.clone(),
         };
         let shared = Arc::new(Shared::new(context.clone(), geometry, &core, facts.staging, facts.upload_staging)?);
         // what is made on a lost device looks like any other: only a poll tells

@@ -82,8 +82,9 @@ pub fn split_of(rows: usize, reach: usize) -> usize {
     usize::from(rows <= TAIL_ROWS && reach >= 8 * TAIL_ROWS)
 }
 
-/// Words of every buffer that a pass of `rows` needs beside the slot's own.
-fn needs(geometry: &Geometry, weights: &Weights, rows: usize) -> Vec<(Name, usize)> {
+/// Words of every buffer that a pass of `rows` needs beside the slot's own, that of rounds aside, over banks of at most
+/// `places` (none where there are no banks) and with or without the draft layer.
+fn plain_needs(geometry: &Geometry, places: Option<usize>, drafts: bool, rows: usize) -> Vec<(Name, usize)> {
     let hidden = padded(geometry.hidden);
     // encoded rows are largest as f32
     let (mut acts, mut proj, mut mixed) = (rows * hidden, 0, 0);
@@ -105,9 +106,8 @@ fn needs(geometry: &Geometry, weights: &Weights, rows: usize) -> Vec<(Name, usiz
     if let Some(inter) = geometry.mlp_inter {
         proj = proj.max(rows * padded(inter));
     }
-    if let Some(g) = geometry.moe.as_ref().filter(|_| !weights.banks.is_empty()) {
+    if let (Some(g), Some(places)) = (geometry.moe.as_ref(), places) {
         let (inter, picks) = (padded(g.inter), rows * g.top_k);
-        let places = weights.banks.iter().map(|bank| bank.residents.len()).max().unwrap_or(0);
         acts = acts.max(picks * hidden.max(inter));
         proj = proj.max(rows * padded(g.shared_inter));
         all.extend([
@@ -119,13 +119,20 @@ fn needs(geometry: &Geometry, weights: &Weights, rows: usize) -> Vec<(Name, usiz
             (MADE, picks * hidden),
         ]);
     }
-    if weights.draft.is_some() {
+    if drafts {
         acts = acts.max(rows * padded(2 * geometry.hidden));
     }
-    all.extend(super::rounds::needs(geometry, weights, rows));
     acts = acts.max(proj).max(mixed);
     all.extend([(ACTS, acts), (ACT_SCALE, acts / 32), (PROJ, proj), (MIXED, mixed)]);
     all.retain(|(_, words)| *words > 0);
+    all
+}
+
+/// Words of every buffer that a pass of `rows` needs beside the slot's own.
+fn needs(geometry: &Geometry, weights: &Weights, rows: usize) -> Vec<(Name, usize)> {
+    let places = weights.banks.iter().map(|bank| bank.residents.len()).max();
+    let mut all = plain_needs(geometry, places, weights.draft.is_some(), rows);
+    all.extend(super::rounds::needs(geometry, weights, rows).into_iter().filter(|(_, words)| *words > 0));
     all
 }
 
@@ -146,10 +153,10 @@ pub fn rows_that_fit(context: &Context, geometry: &Geometry, weights: &Weights, 
     rows
 }
 
-/// Bytes that passes of `rows` need, shared by all slots.
+/// Bytes that passes of `rows` need, shared by all slots, over banks of at most `places`.
 #[must_use]
-pub fn bytes(geometry: &Geometry, weights: &Weights, rows: usize) -> u64 {
-    needs(geometry, weights, rows).iter().map(|(_, words)| 4 * *words as u64).sum()
+pub fn bytes(geometry: &Geometry, places: Option<usize>, rows: usize) -> u64 {
+    plain_needs(geometry, places, geometry.draft, rows).iter().map(|(_, words)| 4 * *words as u64).sum()
 }
 
 /// Whether a buffer of a pass must survive a stop: with partial banks it is the slot's own (`protocol.md` §2).

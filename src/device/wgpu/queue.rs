@@ -10,10 +10,12 @@ use super::core::Core;
 use super::decode::RING;
 use super::landing::{Copied, RECORD_BYTES, Shared, stop};
 use super::layout::padded;
+use super::pace::{Pace, Unit};
 use super::partial::{Form, Held, form_behind};
 use super::prefill::{ROWS_MIN, split_of};
 use super::rounds::draft_block;
 use super::slot::ROWS;
+use super::stamps::{Recording, Stamps, stamp};
 use super::upload::buffer;
 use crate::device::{DeviceError, Item, Pass, Phase, Point, Queue, Read, Run, Seed, Stamp, Work};
 use crate::ids::{BlockIx, Position, SlotIx, TokenId, Turn};
@@ -37,9 +39,15 @@ pub struct GpuQueue {
     pub(super) held: Held,
     /// Positions that a slot may have reached, by slot.
     reach: Vec<usize>,
+    /// Timestamps, where they are asked for.
+    stamps: Option<Stamps>,
+    /// How much one submission may hold.
+    pace: Pace,
+    /// What the next landing ends.
+    measured: Option<(Unit, usize)>,
 }
 
-/// Rows times blocks of one submission of a pass.
+/// Rows times blocks of one submission of a pass, at most: the host encodes the next while one runs.
 const PASS_BLOCK_ROWS: usize = 8192;
 
 /// What is profiled.
@@ -71,7 +79,9 @@ impl GpuQueue {
     pub fn new(core: Core, shared: Arc<Shared>) -> Self {
         let reach = vec![0; core.slots.len()];
         let (forms, held) = (vec![Form::Step; core.slots.len()], Held::new(&core));
-        Self { core, shared, ready: Vec::new(), forms, cures: Vec::new(), held, reach }
+        let pace = Pace::new(core.context.submission_most);
+        let stamps = core.times.clone().map(|times| Stamps::new(core.context.clone(), times));
+        Self { core, shared, ready: Vec::new(), forms, cures: Vec::new(), held, reach, stamps, pace, measured: None }
     }
 
     /// What it is made of.
@@ -86,7 +96,22 @@ impl GpuQueue {
 
     pub(super) fn submit(&mut self) -> wgpu::SubmissionIndex {
         let _span = trace_span!(target: "riparian::wgpu", "submit", buffers = self.ready.len()).entered();
-        self.core.context.queue.submit(self.ready.drain(..))
+        let index = self.core.context.queue.submit(self.ready.drain(..));
+        if let Some(stamps) = &mut self.stamps {
+            stamps.submitted();
+        }
+        index
+    }
+
+    /// Timestamps for a command buffer of steps or of a pass, where they are asked for.
+    fn stamped(&mut self, pass: bool) -> Option<Recording> {
+        self.stamps.as_mut().and_then(|stamps| stamps.begin(pass).ok().flatten())
+    }
+
+    fn end_stamps(&mut self, recording: Option<Recording>, encoder: &mut wgpu::CommandEncoder) {
+        if let (Some(stamps), Some(recording)) = (&mut self.stamps, recording) {
+            stamps.end(recording, encoder);
+        }
     }
 
     /// Submits what is encoded.
@@ -267,9 +292,10 @@ impl GpuQueue {
             let until = cut.map_or(to, |(point, _)| order_of(*point) + 1);
             // a command buffer for every few blocks, each submitted by itself: a long one would trip a watchdog
             let blocks = self.core.geometry.blocks.len();
-            let at_once = (PASS_BLOCK_ROWS / n).max(1);
+            let at_once = (self.pace.at_once(Unit::BlockRow).min(PASS_BLOCK_ROWS) / n).max(1);
             for first in (0..=blocks).step_by(at_once) {
                 let mut encoder = self.encoder();
+                let mut stamps = self.stamped(true);
                 {
                     let bound = &self.core.slots[slot.index()];
                     let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
@@ -279,15 +305,18 @@ impl GpuQueue {
                         (at..until).contains(&order(dispatch.section, layers))
                             && (first..first + at_once).contains(&place(dispatch))
                     };
-                    self.core.pass[split].encode(&mut pass, &bound.pass[split], n as u32, wanted, |_, _| {});
+                    self.core.pass[split]
+                        .encode(&mut pass, &bound.pass[split], n as u32, wanted, |p, c| stamp(&mut stamps, p, c));
                     if (first..first + at_once).contains(&blocks) && until == end {
                         if let (Some(rounds), Some(groups)) = (&self.core.rounds, &bound.rounds) {
-                            rounds.pass.encode(&mut pass, &groups.pass, n as u32, |_| true, |_, _| {});
+                            let taken = |p: &mut wgpu::ComputePass<'_>, c| stamp(&mut stamps, p, c);
+                            rounds.pass.encode(&mut pass, &groups.pass, n as u32, |_| true, taken);
                         }
                         let head = |dispatch: &Dispatch| dispatch.block.is_none();
-                        self.core.step.encode(&mut pass, &bound.last, 1, head, |_, _| {});
+                        self.core.step.encode(&mut pass, &bound.last, 1, head, |p, c| stamp(&mut stamps, p, c));
                     }
                 }
+                self.end_stamps(stamps, &mut encoder);
                 self.ready.push(encoder.finish());
                 self.submit();
             }
@@ -297,6 +326,7 @@ impl GpuQueue {
             at = until;
         }
         self.reach[slot.index()] += if begins { n } else { 0 };
+        self.measured = Some((Unit::BlockRow, n * self.core.geometry.blocks.len()));
     }
 
     /// Row by row: the plan of a step, the rows taken from those given.
@@ -326,13 +356,19 @@ impl GpuQueue {
         let layers = self.core.weights.banks.len();
         let end = 3 * layers + 1;
         let mut peeks = run.peeks.iter().peekable();
+        let at_once = self.pace.at_once(Unit::Step);
+        self.measured = Some((Unit::Step, (run.to.batch - run.from.batch).max(1) as usize));
         for batch in run.from.batch..=run.to.batch {
+            if batch > run.from.batch && ((batch - run.from.batch) as usize).is_multiple_of(at_once) {
+                self.submit_ready();
+            }
             let mut at = if batch == run.from.batch { order_of(run.from) } else { 0 };
             let to = if batch == run.to.batch { order_of(run.to) } else { end };
             while at < to {
                 let cut = peeks.next_if(|(point, _)| point.batch == batch);
                 let until = cut.map_or(to, |(point, _)| order_of(*point) + 1);
                 let mut encoder = self.encoder();
+                let mut stamps = self.stamped(false);
                 {
                     let bound = &self.core.slots[run.stamp.slot.index()];
                     let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
@@ -353,15 +389,16 @@ impl GpuQueue {
                     {
                         if at == 0 {
                             for (ready, groups) in rounds.chain.iter().zip(&bound.chain).take(*depth) {
-                                ready.encode(&mut pass, groups, 1, |_| true, |_, _| {});
+                                ready.encode(&mut pass, groups, 1, |_| true, |p, c| stamp(&mut stamps, p, c));
                             }
                         }
                         (ready, groups, rows) =
                             (&rounds.verify[depth - 1], &bound.verify[depth - 1], *depth as u32 + 1);
                     }
                     let wanted = |dispatch: &Dispatch| (at..until).contains(&order(dispatch.section, layers));
-                    ready.encode(&mut pass, groups, rows, wanted, |_, _| {});
+                    ready.encode(&mut pass, groups, rows, wanted, |p, c| stamp(&mut stamps, p, c));
                 }
+                self.end_stamps(stamps, &mut encoder);
                 self.ready.push(encoder.finish());
                 if let Some((_, staging)) = cut {
                     self.land(run.stamp, staging.0 as usize);
@@ -389,6 +426,9 @@ impl GpuQueue {
         }
         self.ready.push(encoder.finish());
         let submission = self.submit();
+        if let Some((unit, units)) = self.measured.take() {
+            self.pace.measure(&self.core.context.queue, unit, units);
+        }
         self.shared.expect(staging, to, Copied::Record(stamp, form), submission);
     }
 
@@ -651,6 +691,9 @@ impl Queue for GpuQueue {
     fn append(&mut self, items: Vec<Item>) -> Result<(), DeviceError> {
         if let Some(why) = self.core.context.lost.get() {
             return Err(DeviceError::Lost { why: why.clone() });
+        }
+        if let Some(stamps) = &mut self.stamps {
+            stamps.take();
         }
         let hidden = self.core.geometry.hidden;
         let forms: Vec<_> = (0..items.len()).map(|at| form_behind(&items, at, hidden)).collect();

@@ -15,7 +15,7 @@ use crate::ids::{ExpertIx, LayerIx, PlaceIx};
 use crate::knobs::Activations;
 use crate::model::geometry::Geometry;
 use crate::model::tensors::{Codec, Matrix};
-use crate::model::weights::{AttentionWeights, DecoderWeights, MambaWeights, Mixer, MlpWeights, MoeWeights};
+use crate::model::weights::{AttentionWeights, Block, DecoderWeights, MambaWeights, Mixer, MlpWeights, MoeWeights};
 
 const STORAGE: wgpu::BufferUsages = wgpu::BufferUsages::STORAGE.union(wgpu::BufferUsages::COPY_DST);
 
@@ -298,6 +298,25 @@ pub fn write_expert(uploader: &Uploader<'_>, bank: &Bank, place: PlaceIx, expert
     }
 }
 
+/// Bytes that everything but the routed experts takes on the device.
+#[must_use]
+pub fn dense_bytes(geometry: &Geometry, weights: &DecoderWeights) -> u64 {
+    let mut layer = 0;
+    let blocks: u64 = (weights.blocks.iter())
+        .map(|block| {
+            let mut arena = Arena::default();
+            // what cannot be laid out is refused when it is uploaded
+            let _ = lay_block(&mut arena, geometry.hidden, block, &mut layer);
+            arena.space.bytes
+        })
+        .sum();
+    let mut parts = Space::default();
+    for matrix in [&weights.head, &weights.embedding] {
+        parts.matrix(matrix, matrix.rows());
+    }
+    blocks + parts.bytes
+}
+
 /// Bytes done and bytes in all.
 pub type Progress<'p> = &'p mut dyn FnMut(u64, u64);
 
@@ -365,16 +384,7 @@ impl Weights {
         let (mut arenas, mut blocks, mut layer) = (Vec::new(), Vec::new(), 0);
         for (i, block) in weights.blocks.iter().enumerate() {
             let mut arena = Arena::default();
-            let norm = arena.rows(&block.norm, hidden);
-            let laid = match &block.mixer {
-                Mixer::Mamba(mamba) => BlockLaid::Mamba(lay_mamba(&mut arena, norm, mamba)),
-                Mixer::Attention(attention) => BlockLaid::Attention(lay_attention(&mut arena, norm, attention)),
-                Mixer::Moe(moe) => {
-                    layer += 1;
-                    BlockLaid::Moe(lay_moe(&mut arena, norm, moe, LayerIx::from(layer - 1), hidden)?)
-                }
-                Mixer::Mlp(mlp) => BlockLaid::Mlp(MlpLaid { norm, mlp: arena.mlp(mlp) }),
-            };
+            let laid = lay_block(&mut arena, hidden, block, &mut layer)?;
             let bytes = arena.space.bytes;
             arenas.push(arena.upload(context, &uploader, &format!("block {i}"))?);
             blocks.push(laid);
@@ -473,6 +483,25 @@ fn lay_moe<'w>(
     }
     let (gate, bias) = (arena.rows(&moe.gate, hidden), arena.floats(&moe.bias));
     Ok(MoeLaid { norm, gate, bias, shared: arena.mlp(&moe.shared), layer })
+}
+
+/// Lays a block out, its bank aside; `layer` is the next one's.
+fn lay_block<'w>(
+    arena: &mut Arena<'w>,
+    hidden: usize,
+    block: &'w Block,
+    layer: &mut usize,
+) -> Result<BlockLaid, DeviceError> {
+    let norm = arena.rows(&block.norm, hidden);
+    Ok(match &block.mixer {
+        Mixer::Mamba(mamba) => BlockLaid::Mamba(lay_mamba(arena, norm, mamba)),
+        Mixer::Attention(attention) => BlockLaid::Attention(lay_attention(arena, norm, attention)),
+        Mixer::Moe(moe) => {
+            *layer += 1;
+            BlockLaid::Moe(lay_moe(arena, norm, moe, LayerIx::from(*layer - 1), hidden)?)
+        }
+        Mixer::Mlp(mlp) => BlockLaid::Mlp(MlpLaid { norm, mlp: arena.mlp(mlp) }),
+    })
 }
 
 fn lay_mamba<'w>(arena: &mut Arena<'w>, norm: u32, mamba: &'w MambaWeights) -> MambaLaid {

@@ -1,0 +1,82 @@
+//! Device time by dispatch class, where timestamps are asked for (`CMF_NEMO_TS`).
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use crate::knobs::DispatchClass;
+
+/// Sums since the start, for whoever asks.
+#[derive(Debug, Default)]
+pub struct ClassTimes {
+    /// By whether it was a pass, and the class's place in [`DispatchClass::ALL`].
+    sums: Mutex<BTreeMap<(bool, usize), (u64, Duration)>>,
+}
+
+/// One device's sums are its own.
+impl PartialEq for ClassTimes {
+    fn eq(&self, other: &Self) -> bool {
+        std::ptr::eq(self, other)
+    }
+}
+
+/// What one class took.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ClassTime {
+    /// Whether in prefill passes; else in steps.
+    pub pass: bool,
+    /// The class.
+    pub class: DispatchClass,
+    /// Dispatches measured.
+    pub dispatches: u64,
+    /// All of them together. A timestamp behind each dispatch keeps them from running side by side, so that the sum is more
+    /// than what they take without.
+    pub took: Duration,
+}
+
+impl ClassTimes {
+    /// Adds one dispatch.
+    pub fn add(&self, pass: bool, class: DispatchClass, took: Duration) {
+        let place = DispatchClass::ALL.iter().position(|one| *one == class).unwrap_or(0);
+        let mut sums = self.sums.lock();
+        let (dispatches, sum) = sums.entry((pass, place)).or_default();
+        *dispatches += 1;
+        *sum += took;
+    }
+
+    /// What was measured so far: steps, then passes, classes in the order of a step.
+    #[must_use]
+    pub fn list(&self) -> Vec<ClassTime> {
+        let sums = self.sums.lock();
+        let each = |(&(pass, place), &(dispatches, took)): (&(bool, usize), &(u64, Duration))| ClassTime {
+            pass,
+            class: DispatchClass::ALL[place],
+            dispatches,
+            took,
+        };
+        sums.iter().map(each).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_are_kept_by_class_and_kind() {
+        let times = ClassTimes::default();
+        times.add(true, DispatchClass::Head, Duration::from_micros(5));
+        times.add(false, DispatchClass::Scan, Duration::from_micros(3));
+        times.add(false, DispatchClass::InProj, Duration::from_micros(2));
+        times.add(false, DispatchClass::Scan, Duration::from_micros(4));
+        let seen: Vec<_> =
+            times.list().into_iter().map(|t| (t.pass, t.class, t.dispatches, t.took.as_micros())).collect();
+        let wanted = [
+            (false, DispatchClass::InProj, 1, 2),
+            (false, DispatchClass::Scan, 2, 7),
+            (true, DispatchClass::Head, 1, 5),
+        ];
+        assert_eq!(seen, wanted);
+    }
+}
