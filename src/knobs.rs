@@ -275,7 +275,7 @@ knobs! {
         |v: &str| within(v, 1, 10_000), show_plain;
     /// Host threads.
     threads: Option<u32> = None,
-        "CMF_NEMO_THREADS", "a number of threads from 1 to 1024", default "physical cores",
+        "CMF_NEMO_THREADS", "a number of threads from 1 to 1024", default "physical cores, of eight or more one less",
         |v: &str| within(v, 1, 1024).map(Some), show_option;
     /// Greedy steps per flight.
     steps: u32 = 16,

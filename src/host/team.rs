@@ -24,8 +24,9 @@ use parking_lot::Mutex;
 
 /// Regions that can be open at once: those of the device, the completer and what they nest. A further one is its caller's alone.
 const REGIONS: usize = 8;
-/// How long a helper that has nothing to do looks out for a region before it sleeps: the serial stretches of a token are shorter.
-const LOOK_OUT: Duration = Duration::from_micros(60);
+/// How long a helper that has nothing to do looks out for a region before it sleeps: the serial stretches of a token and
+/// the ends of its regions are shorter, and to be woken takes as long on a virtual machine.
+const LOOK_OUT: Duration = Duration::from_micros(200);
 /// How long a caller looks at the last helpers in its region before it sleeps.
 const LINGER: Duration = Duration::from_micros(200);
 /// Looks between two glances at the clock.

@@ -45,10 +45,10 @@ const MANY: usize = 6;
 const LINES: usize = 32;
 /// Fewest weight bytes worth handing to another thread.
 const TILE_MIN_BYTES: usize = 32 << 10;
-/// Most weight bytes of a tile: a thread that is taken away holds up no more.
-const TILE_MAX_BYTES: usize = 512 << 10;
+/// Most weight bytes of a tile, some fifteen microseconds: the last threads of a region hold up the others no longer.
+const TILE_MAX_BYTES: usize = 128 << 10;
 /// Tiles for each thread, so that the last ones end together.
-const TILES_PER_THREAD: usize = 6;
+const TILES_PER_THREAD: usize = 12;
 
 /// Regions of products run with each instruction set.
 static RUNS: [AtomicU64; Isa::ALL.len()] = [const { AtomicU64::new(0) }; Isa::ALL.len()];
