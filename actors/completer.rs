@@ -19,6 +19,7 @@ use super::clock::Clock;
 use super::meter::{Lap, Meter};
 use crate::check;
 use crate::device::{Companion, Completions, Missed, Payload, Stop};
+use crate::host::Spin;
 use crate::invariants::Broken;
 use crate::policy::serve::{ServeCosts, split};
 
@@ -76,6 +77,9 @@ impl Answer {
 pub(crate) fn jobs_bound(slots: usize) -> usize {
     2 * slots + 1
 }
+
+/// The completer looks for so long for the next job before it sleeps.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// Sender to the completer.
 #[derive(Clone)]
@@ -155,7 +159,10 @@ impl Completer {
     pub(crate) fn run(mut self) {
         self.span = tracing::debug_span!(target: "riparian::completer", "completer");
         let _life = self.span.clone().entered();
+        // the next stop is not far: a woken thread would come tens of microseconds late
+        let spin = Spin::up_to(LOOK);
         while !self.ended {
+            spin.until(|| !self.inbox.is_empty());
             match self.inbox.recv() {
                 Ok(message) => self.handle(message),
                 Err(_) => self.ended = true,

@@ -21,6 +21,7 @@ use super::completer;
 use super::meter::{Lap, Meter};
 use crate::check;
 use crate::device::{DeviceError, Landing, Landings, Record, Seed, Stop, UNLANDED_MAX, UploadStaging, Wait};
+use crate::host::Spin;
 use crate::ids::FlightId;
 use crate::invariants::Broken;
 
@@ -168,6 +169,9 @@ impl Handle {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gone;
 
+/// Readback looks for so long for the next thing to await before it sleeps.
+const LOOK: Duration = Duration::from_millis(1);
+
 /// The actor.
 pub struct Readback {
     inbox: Receiver<Message>,
@@ -232,6 +236,7 @@ impl Readback {
     pub(crate) fn run(mut self) {
         self.span = tracing::debug_span!(target: "riparian::readback", "readback");
         let _life = self.span.clone().entered();
+        let spin = Spin::up_to(LOOK);
         while !self.ended {
             if let Some(awaited) = self.awaited {
                 let deadline = self.deadline.map(|longest| Instant::now() + longest);
@@ -239,6 +244,7 @@ impl Readback {
                 let waited = catch_unwind(AssertUnwindSafe(|| landings.wait(awaited.wait, deadline)));
                 self.waited(awaited, waited.unwrap_or_else(|panic| Err(panicked(panic.as_ref()))));
             } else {
+                spin.until(|| !self.inbox.is_empty());
                 match self.inbox.recv() {
                     Ok(message) => self.handle(message),
                     Err(_) => self.ended = true,

@@ -35,6 +35,7 @@ use crate::device::{
     Companion, Completions, Device, DeviceError, DraftAbility, Facts, Item, LIVE_MAX, Pass, Payload, Phase, Point,
     Queue, Read, Run, Staging, Stamp, Stop, StopKind, UNLANDED_MAX, UploadStaging, Wait, Work,
 };
+use crate::host::Spin;
 use crate::ids::{FlightId, LayerIx, PlaceIx, Position, SessionId, SlotIx, TokenId, Turn};
 use crate::invariants::{Broken, violations};
 use crate::policy::ahead::{Ahead, AheadOptions};
@@ -46,6 +47,9 @@ pub type Fallback = Box<dyn FnOnce() -> Result<Box<dyn Device>, DeviceError> + S
 /// A miss rate to start from where the bank is partial: high, because running too far ahead costs device time and
 /// running too short only a little latency until the true rate is known.
 const MISS_RATE_START: f32 = 0.5;
+
+/// The submitter looks for so long for what is due before it sleeps.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// Prompt rows of a session that are not queued yet, beyond which its feeds wait: two of the widest passes.
 const FEED_PASSES: usize = 2;
@@ -108,7 +112,8 @@ impl Source {
 
 impl Inbox {
     /// The next message. A channel whose sender died says so once.
-    fn recv(&mut self) -> Message {
+    fn recv(&mut self, spin: Spin) -> Message {
+        spin.until(|| Source::ALL.iter().any(|source| self.waiting(*source) > 0));
         select_biased! {
             recv(self.sessions.control) -> m => m.map_or(Message::Control(Control::Shutdown), Message::Control),
             recv(self.facts) -> m => m.map_or_else(|_| { self.facts = never(); Message::Died("readback") }, Message::Fact),
@@ -433,8 +438,11 @@ impl Submitter {
     /// Runs until it is stopped.
     pub(crate) fn run(mut self) {
         let _span = debug_span!(target: "riparian::submitter", "submitter").entered();
+        let spin = Spin::up_to(LOOK);
         while !self.ended {
-            let message = self.inbox.recv();
+            // where an answer or a landing is due and a stop may hang on it
+            let due = !self.flights.is_empty() && !self.facts.is_full();
+            let message = self.inbox.recv(if due { spin } else { Spin::NONE });
             self.handle(message);
         }
     }

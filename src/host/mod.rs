@@ -17,6 +17,7 @@ mod norm;
 mod pool;
 mod routes;
 mod sequence;
+mod spin;
 mod team;
 
 pub use decoder::{Decoder, NotFinite, Observer, Place, Snapshots};
@@ -28,3 +29,4 @@ pub use moe::{ExpertRows, Routes};
 pub use pool::{Pool, default_threads, physical_cores};
 pub use routes::routes_of;
 pub use sequence::{HostSequence, Round, SequenceError};
+pub use spin::Spin;

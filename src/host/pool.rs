@@ -9,11 +9,16 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use super::isa::Isa;
+use super::spin::Spin;
 use super::team::Team;
+
+/// How long helpers look out beside a device: one stop follows the other within half of it.
+const BESIDE_DEVICE: Duration = Duration::from_millis(1);
 
 /// Values below which element-wise work is done before a second thread has come.
 const SPREAD: usize = 1 << 14;
@@ -48,7 +53,17 @@ impl Pool {
     ///
     /// When the system refuses a thread.
     pub fn try_new(threads: usize) -> io::Result<Self> {
-        Self::build(threads, Isa::best())
+        Self::build(threads, Isa::best(), None)
+    }
+
+    /// A pool for what a device lacks: of `threads` as many as leave cores to others ([`Spin::threads_of`]), which look out
+    /// for the next region through the time that the device takes until it lacks something again.
+    ///
+    /// # Errors
+    ///
+    /// When the system refuses a thread.
+    pub fn beside_device(threads: usize) -> io::Result<Self> {
+        Self::build(Spin::threads_of(threads), Isa::best(), Some(BESIDE_DEVICE))
     }
 
     /// A pool whose kernels use `isa`; get it from [`Isa::require`].
@@ -59,12 +74,12 @@ impl Pool {
     #[must_use]
     pub fn with_isa(threads: usize, isa: Isa) -> Self {
         assert!(isa.is_present(), "{isa} on a processor without it");
-        Self::build(threads, isa).expect("threads for the host pool")
+        Self::build(threads, isa, None).expect("threads for the host pool")
     }
 
-    fn build(threads: usize, isa: Isa) -> io::Result<Self> {
+    fn build(threads: usize, isa: Isa, look_out: Option<Duration>) -> io::Result<Self> {
         let threads = threads.max(1);
-        let helpers = (threads > 1).then(|| Team::new(threads - 1)).transpose()?;
+        let helpers = (threads > 1).then(|| Team::new(threads - 1, look_out)).transpose()?;
         Ok(Self { inner: Arc::new(Inner { helpers, threads, isa }) })
     }
 

@@ -51,6 +51,7 @@ struct Shared {
     /// How many of them there are, for a look without the lock.
     asleep: AtomicUsize,
     ended: AtomicBool,
+    look_out: Duration,
 }
 
 #[derive(Default)]
@@ -78,18 +79,19 @@ struct Work {
 unsafe impl Send for Work {}
 
 impl Team {
-    /// A team of `helpers` threads.
+    /// A team of `helpers` threads, which look out for so long, or for [`LOOK_OUT`], before they sleep.
     ///
     /// # Errors
     ///
     /// When the system refuses a thread; those that it gave are ended again.
-    pub(super) fn new(helpers: usize) -> io::Result<Self> {
+    pub(super) fn new(helpers: usize, look_out: Option<Duration>) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             regions: Default::default(),
             news: AtomicUsize::new(0),
             sleepers: Mutex::default(),
             asleep: AtomicUsize::new(0),
             ended: AtomicBool::new(false),
+            look_out: look_out.unwrap_or(LOOK_OUT),
         });
         let mut team = Self { shared, threads: Vec::with_capacity(helpers) };
         for i in 0..helpers {
@@ -241,7 +243,7 @@ impl Shared {
         let mut looks = 0;
         while self.news.load(Ordering::Acquire) == news {
             looks += 1;
-            if looks % LOOKS == 0 && begun.elapsed() > LOOK_OUT {
+            if looks % LOOKS == 0 && begun.elapsed() > self.look_out {
                 return self.sleep(news);
             }
             std::hint::spin_loop();

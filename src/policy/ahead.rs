@@ -37,7 +37,8 @@ impl Default for AheadOptions {
         Self {
             batches_max: 16,
             routes_max: None,
-            survival_min: 0.35,
+            // an H200 made 149 tokens/s so and 138 with 0.35 (12 GB of experts), 94 and 89 (8 GB)
+            survival_min: 0.6,
             peek_min: 0.25,
             learn: 1.0 / 32.0,
             // Two are in flight, so that ids are at most twice as old.
@@ -181,8 +182,8 @@ mod tests {
     fn rare_misses_let_a_flight_run_on() {
         let ahead = Ahead::new(AheadOptions::default(), 10, 0.05);
         let horizon = ahead.plan(LayerIx(0), false, 16, 8);
-        // 0.95^20 = 0.358, 0.95^21 = 0.341
-        assert_eq!((horizon.batches, horizon.layer, horizon.at_sum), (2, LayerIx(0), true));
+        // 0.95^9 = 0.630, 0.95^10 = 0.599
+        assert_eq!((horizon.batches, horizon.layer, horizon.at_sum), (0, LayerIx(9), true));
         assert!(horizon.peeks.is_empty());
     }
 

@@ -170,14 +170,20 @@ impl Parts {
         let aligner = model.alignment_tokenizer().map(|text| Tokenizer::from_bytes(text.as_bytes())).transpose()?;
         let perception = Perception::open(model)?.map(Arc::new);
         let (host, residency) = (Host::new(model, knobs)?, residency(model, asked_bytes(knobs), expert_bytes));
+        let mut companion = host.companion();
         let (device, fallback, warm) = match gpu(model, knobs, faults, &mut on_progress)? {
-            Some(gpu) => (gpu, Some(host.fallback()), None),
+            Some(gpu) => {
+                if !gpu.facts().is_full() && knobs.threads.is_none() {
+                    companion = Host::beside_device(model, knobs)?.companion();
+                }
+                (gpu, Some(host.fallback()), None)
+            }
             None => {
                 warn_of_unheeded(knobs);
                 (host.open(&residency)?, None, Some((residency, on_progress)))
             }
         };
-        Ok(Self { device, companion: host.companion(), fallback, warm, prompter, perception, aligner })
+        Ok(Self { device, companion, fallback, warm, prompter, perception, aligner })
     }
 }
 
@@ -190,6 +196,17 @@ struct Host {
 impl Host {
     fn new(model: &Arc<Model>, knobs: &Knobs) -> Result<Self, Error> {
         let pool = Pool::try_new(threads_of(knobs)).map_err(|e| Error::thread("host pool", &e))?;
+        Ok(Self::with_pool(model, knobs, pool))
+    }
+
+    /// Beside a device with a partial bank: it has an expert to make every few hundred microseconds, and the actors and
+    /// the driver need cores too.
+    fn beside_device(model: &Arc<Model>, knobs: &Knobs) -> Result<Self, Error> {
+        let pool = Pool::beside_device(threads_of(knobs)).map_err(|e| Error::thread("host pool", &e))?;
+        Ok(Self::with_pool(model, knobs, pool))
+    }
+
+    fn with_pool(model: &Arc<Model>, knobs: &Knobs, pool: Pool) -> Self {
         let decoder = Decoder::new(Arc::clone(model), knobs.act, pool);
         let decoder = Arc::new(decoder.with_draft_conventions(conventions(knobs)));
         let defaults = HostOptions::for_decoder(&decoder);
@@ -198,7 +215,7 @@ impl Host {
             drafts: defaults.drafts && knobs.mtp,
             ..defaults
         };
-        Ok(Self { decoder, options })
+        Self { decoder, options }
     }
 
     /// The device, its banks as full as the plan says.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -17,6 +17,7 @@ use super::upload::buffer;
 use crate::device::{
     DeviceError, Landing, Landings, Out, Phase, Point, Record, Round, Seed, Stamp, Stop, StopKind, UploadStaging, Wait,
 };
+use crate::host::Spin;
 use crate::ids::{BlockIx, FlightId, LayerIx, Position, TokenId, Turn};
 use crate::model::geometry::{BlockKind, Geometry};
 use crate::model::state::{BlockState, KvState, MambaState, SequenceState};
@@ -38,15 +39,27 @@ pub mod stop {
 /// Bytes of a record: the slot's words, the ids, then the rounds.
 pub const RECORD_BYTES: u64 = (size_of::<Control>() + 4 * (OUT_ROOM + ROUNDS_ROOM)) as u64;
 
+/// Readback looks for so long before it sleeps: a landing of a few layers comes within it.
+const LOOK: Duration = Duration::from_millis(1);
+
 const WAITING: u8 = 0;
 const MAPPED: u8 = 1;
 const FAILED: u8 = 2;
+
+/// For whom a record was copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Report {
+    /// A peek, which has no counts.
+    Peek,
+    /// A flight's landing.
+    Land,
+}
 
 /// What was copied.
 #[derive(Clone, Debug)]
 pub enum Copied {
     /// A slot's record for a flight, and how its batches ran.
-    Record(Stamp, Form),
+    Record(Stamp, Form, Report),
     /// A slot's state with room for so many positions.
     State(usize),
     /// Logits.
@@ -76,6 +89,12 @@ pub struct Shared {
     snapshots: usize,
     /// Whether the draft layer's state is there too.
     drafts: bool,
+    /// The last miss that was read, by slot: a peek's is not read again at the landing.
+    told: Mutex<Vec<Option<Stop>>>,
+    /// How long readback looks before it sleeps.
+    spin: Spin,
+    /// Counts of the slots' choices as they last landed: `[slot][layers * experts]`.
+    counts: Mutex<Vec<Vec<u32>>>,
 }
 
 #[derive(Debug)]
@@ -107,7 +126,23 @@ impl Shared {
         let pending = Mutex::new((0..staging).map(|_| None).collect());
         let uploads = Mutex::new((0..upload_staging).map(|_| None).collect());
         let (snapshots, drafts) = (core.sizes.snapshots, core.rounds.is_some());
-        Ok(Self { context, geometry: geometry.clone(), records, pending, uploads, miss, snapshots, drafts })
+        let told = Mutex::new(vec![None; core.slots.len()]);
+        // with full banks nothing waits for a landing but the eye
+        let spin = if miss.is_some() { Spin::up_to(LOOK) } else { Spin::NONE };
+        let counts = Mutex::new(vec![Vec::new(); core.slots.len()]);
+        Ok(Self {
+            context,
+            geometry: geometry.clone(),
+            records,
+            pending,
+            uploads,
+            miss,
+            snapshots,
+            drafts,
+            told,
+            spin,
+            counts,
+        })
     }
 
     /// What records hold for partial banks.
@@ -203,13 +238,15 @@ impl Shared {
 
     fn read(&self, copied: &Copied, bytes: &[u8]) -> Landing {
         match copied {
-            Copied::Record(stamp, form) => Landing::Record(Box::new(self.record_of(*stamp, *form, bytes))),
+            Copied::Record(stamp, form, report) => {
+                Landing::Record(Box::new(self.record_of(*stamp, *form, *report, bytes)))
+            }
             Copied::State(positions) => Landing::State(Box::new(self.state_of(bytes, *positions))),
             Copied::Logits(vocab) => Landing::Logits(bytemuck::pod_collect_to_vec(&bytes[..4 * vocab])),
         }
     }
 
-    fn record_of(&self, stamp: Stamp, form: Form, bytes: &[u8]) -> Record {
+    fn record_of(&self, stamp: Stamp, form: Form, report: Report, bytes: &[u8]) -> Record {
         let (bytes, more) = bytes.split_at(RECORD_BYTES as usize);
         let (head, ids) = bytes.split_at(size_of::<Control>());
         let control: Control = bytemuck::pod_read_unaligned(head);
@@ -246,7 +283,10 @@ impl Shared {
         };
         let mut missed = None;
         if let Some(laid) = &self.miss {
-            let routed = laid.routed(more);
+            let routed = match report {
+                Report::Land => laid.routed(more, &mut self.counts.lock()[stamp.slot.index()]),
+                Report::Peek => Vec::new(),
+            };
             // a flight that routed and accepted nothing leaves the ids of the one before lying
             if out.flight != stamp.flight && !routed.is_empty() {
                 out = Out { flight: stamp.flight, ..Out::default() };
@@ -255,9 +295,13 @@ impl Shared {
                 out.routed = routed;
             }
             // of an older flight's miss the record may have another form
+            let told = &mut self.told.lock()[stamp.slot.index()];
             missed = stop
-                .filter(|stop| stop.kind == StopKind::Miss && stop.flight == stamp.flight)
+                .filter(|stop| stop.kind == StopKind::Miss && stop.flight == stamp.flight && *told != Some(*stop))
                 .map(|stop| Arc::new(laid.missed(stop, form, more)));
+            if let Some(missed) = &missed {
+                *told = Some(missed.stop);
+            }
         }
         Record { flight: stamp.flight, out, stop, missed, busy: None }
     }
@@ -356,7 +400,12 @@ impl Landings for GpuLandings {
         let begun = Instant::now();
         let mut pause = std::time::Duration::ZERO;
         loop {
-            if let Some(landing) = self.poll(wait)? {
+            let mut landed = Ok(None);
+            self.shared.spin.until(|| {
+                landed = self.poll(wait);
+                !matches!(landed, Ok(None))
+            });
+            if let Some(landing) = landed? {
                 return Ok(landing);
             }
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
@@ -364,7 +413,7 @@ impl Landings for GpuLandings {
                 return Err(DeviceError::TimedOut { waited: begun.elapsed() });
             }
             // short waits, so that a lost device is seen even where its driver never returns
-            let most = std::time::Duration::from_secs(1);
+            let most = Duration::from_secs(1);
             let timeout = Some(left.map_or(most, |left| left.min(most)));
             let submission = self.shared.submission_of(wait);
             match self.shared.context.device.poll(wgpu::PollType::Wait { submission_index: submission, timeout }) {

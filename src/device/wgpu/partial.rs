@@ -61,8 +61,8 @@ impl Form {
     }
 }
 
-/// What of a slot's record is there for partial banks, behind the ids: counts of the flight's choices `[layers,
-/// experts]`, then the picks of the last route, then its normed rows.
+/// What of a slot's record is there for partial banks, behind the ids: counts of all choices since the slot was made
+/// `[layers, experts]`, then the picks of the last route, then its normed rows.
 #[derive(Clone, Copy, Debug)]
 pub struct MissLaid {
     layers: usize,
@@ -72,6 +72,9 @@ pub struct MissLaid {
     /// Whether rows of a verify pass choose one by one.
     single: bool,
 }
+
+/// Which of [`MissLaid::pieces`] is the counts.
+pub const COUNTS: usize = 0;
 
 /// A copy to a record.
 #[derive(Clone, Copy, Debug)]
@@ -127,14 +130,20 @@ impl MissLaid {
         4 * (self.layers * self.experts + picks + rows) as u64
     }
 
-    /// How often each expert was chosen: `[layers][experts]`; empty where none was.
+    /// How often each expert was chosen since `before`, which becomes what is now: `[layers][experts]`; empty where none
+    /// was.
     #[must_use]
-    pub fn routed(&self, bytes: &[u8]) -> Vec<Vec<u32>> {
+    pub fn routed(&self, bytes: &[u8], before: &mut Vec<u32>) -> Vec<Vec<u32>> {
         let counts: Vec<u32> = bytemuck::pod_collect_to_vec(&bytes[..4 * self.layers * self.experts]);
-        if counts.iter().all(|n| *n == 0) {
+        before.resize(counts.len(), 0);
+        if counts == *before {
             return Vec::new();
         }
-        counts.chunks_exact(self.experts).map(<[u32]>::to_vec).collect()
+        let since = |(now, before): (&u32, &u32)| now.wrapping_sub(*before);
+        let layers = counts.chunks_exact(self.experts).zip(before.chunks_exact(self.experts));
+        let routed = layers.map(|(now, before)| now.iter().zip(before).map(since).collect()).collect();
+        *before = counts;
+        routed
     }
 
     /// The miss at `stop`.
@@ -143,8 +152,8 @@ impl MissLaid {
         let [picks, rows] = self.words(form);
         // only what this form wrote: the buffer has room for a pass, and a step's miss must not wait for its bytes
         let own = &bytes[4 * self.layers * self.experts..][..4 * (picks + rows)];
-        let words: Vec<u32> = bytemuck::pod_collect_to_vec(own);
-        let (picks, normed) = words.split_at(picks);
+        let (picks, normed) = own.split_at(4 * picks);
+        let picks: Vec<u32> = bytemuck::pod_collect_to_vec(picks);
         // (expert, place), by row and pick
         let picks: Vec<(u32, u32)> = match form {
             Form::Step | Form::Verify(_) => {
@@ -171,10 +180,14 @@ impl MissLaid {
             picks: Vec::new(),
             missing: Vec::new(),
         };
-        let rows = picks.chunks_exact(self.top_k).zip(normed.chunks_exact(padded(self.hidden)));
-        for (row, (picks, normed)) in rows.enumerate().filter(|(_, (picks, _))| picks.iter().any(|p| p.1 == NONE)) {
+        let rows = picks.chunks_exact(self.top_k).zip(normed.chunks_exact(4 * padded(self.hidden)));
+        let misses = |picks: &[(u32, u32)]| picks.iter().any(|(_, place)| *place == NONE);
+        let n = picks.chunks_exact(self.top_k).filter(|picks| misses(picks)).count();
+        missed.normed.reserve_exact(n * self.hidden);
+        for (row, (picks, normed)) in rows.enumerate().filter(|(_, (picks, _))| misses(picks)) {
             missed.rows.push(row as u32);
-            missed.normed.extend(normed[..self.hidden].iter().map(|word| f32::from_bits(*word)));
+            let floats = normed.as_chunks().0[..self.hidden].iter().map(|word| f32::from_le_bytes(*word));
+            missed.normed.extend(floats);
             missed.picks.extend(picks.iter().map(|(expert, _)| ExpertIx(*expert as u16)));
             missed.missing.extend(picks.iter().map(|(_, place)| *place == NONE));
         }
@@ -287,16 +300,17 @@ impl GpuQueue {
         check!(Place, payload.layer == layer, "{payload:?} arrived in {layer:?}");
         self.end_cures();
         self.submit_ready();
-        let bank = &self.core.weights.banks[layer.index()];
         let context = self.core.context.clone();
         let laid = payload.staged.as_ref().and_then(|staged| staged.downcast_ref::<Staged>());
         if let Some(laid) = laid {
-            let mut encoder = self.encoder();
+            let mut encoder = self.take_open();
+            let bank = &self.core.weights.banks[layer.index()];
             let at = place.index() as u64 * bank.place.bytes;
             encoder.copy_buffer_to_buffer(laid.buffer(), 0, &bank.buffer, at, bank.place.bytes);
-            self.ready.push(encoder.finish());
+            self.open = Some(encoder);
         } else {
             check!(Place, payload.is_intact(), "{payload:?} arrived changed");
+            let bank = &self.core.weights.banks[layer.index()];
             let expert = bank.expert_of(payload.expert, &payload.bytes)?;
             write_expert(&Uploader::new(&context, u64::MAX), bank, place, &expert);
         }
@@ -332,8 +346,11 @@ impl GpuQueue {
             let mut cure = vec![turn.0, u32::from(stop.point.layer.0), part.len() as u32, weights_at];
             cure.extend(part.iter().map(|(at, _)| *at));
             self.write(slot, Name::Cure, 0, bytemuck::cast_slice(&cure));
-            let floats: Vec<f32> = part.iter().flat_map(|(_, made)| *made).copied().collect();
-            if !floats.is_empty() {
+            if part.len() * hidden == made.outputs.len() && padded(hidden) == hidden {
+                // as they lie: these floats were written by other cores, and each look at them costs
+                self.write(slot, Name::Completed, 0, bytemuck::cast_slice(&made.outputs));
+            } else if !part.is_empty() {
+                let floats: Vec<f32> = part.iter().flat_map(|(_, made)| *made).copied().collect();
                 self.write(slot, Name::Completed, 0, &rows_padded(&floats, hidden));
             }
             if parts.peek().is_none() {
@@ -405,22 +422,15 @@ impl GpuQueue {
         Ok(())
     }
 
-    /// What comes before a run's first dispatch: ends of cures, and counts that begin anew.
+    /// What comes before a run's first dispatch: ends of cures.
     pub(super) fn begin_run(&mut self, run: &Run) {
         self.forms[run.stamp.slot.index()] = Form::of(run, self.core.geometry.hidden);
         self.end_cures();
-        if let (Some(moe), true) = (self.core.geometry.moe, self.core.mend.is_some()) {
-            let mut encoder = self.encoder();
-            let routes = self.core.slots[run.stamp.slot.index()].slot.buffer(Name::Routes(LayerIx(0)));
-            let words = self.core.weights.banks.len() * moe.experts;
-            encoder.clear_buffer(routes, 4 * counts_at(&moe) as u64, Some(4 * words as u64));
-            self.ready.push(encoder.finish());
-        }
     }
 
     /// Encodes dispatches of the cures' plan.
     fn mend(&mut self, slot: SlotIx, which: &[usize], rows: u32) {
-        let mut encoder = self.encoder();
+        let mut encoder = self.take_open();
         {
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
             let ready = self.core.mend.as_ref().expect("a partial bank");
@@ -433,7 +443,7 @@ impl GpuQueue {
                 pass.dispatch_workgroups(x, y, z);
             }
         }
-        self.ready.push(encoder.finish());
+        self.open = Some(encoder);
     }
 }
 

@@ -8,10 +8,10 @@ use tracing::trace_span;
 use super::super::params::{Control, Flight};
 use super::core::Core;
 use super::decode::RING;
-use super::landing::{Copied, RECORD_BYTES, Shared, stop};
+use super::landing::{Copied, RECORD_BYTES, Report, Shared, stop};
 use super::layout::padded;
 use super::pace::{Pace, Unit};
-use super::partial::{Form, Held, form_behind};
+use super::partial::{COUNTS, Form, Held, form_behind};
 use super::prefill::{ROWS_MIN, split_of};
 use super::rounds::draft_block;
 use super::slot::ROWS;
@@ -29,6 +29,8 @@ use crate::plan::record::{Dispatch, Name, Section};
 pub struct GpuQueue {
     pub(super) core: Core,
     pub(super) shared: Arc<Shared>,
+    /// The encoder of what comes next, if anything was encoded into it: behind all that is ready.
+    pub(super) open: Option<wgpu::CommandEncoder>,
     /// Encoded and not submitted.
     pub(super) ready: Vec<wgpu::CommandBuffer>,
     /// How the last run of each slot ran.
@@ -81,7 +83,7 @@ impl GpuQueue {
         let (forms, held) = (vec![Form::Step; core.slots.len()], Held::new(&core));
         let pace = Pace::new(core.context.submission_most);
         let stamps = core.times.clone().map(|times| Stamps::new(core.context.clone(), times));
-        Self { core, shared, ready: Vec::new(), forms, cures: Vec::new(), held, reach, stamps, pace, measured: None }
+        Self { core, shared, open: None, ready: Vec::new(), forms, cures: Vec::new(), held, reach, stamps, pace, measured: None }
     }
 
     /// What it is made of.
@@ -90,11 +92,25 @@ impl GpuQueue {
         &self.core
     }
 
-    pub(super) fn encoder(&self) -> wgpu::CommandEncoder {
+    /// An encoder of one's own, to be pushed to what is ready.
+    pub(super) fn encoder(&mut self) -> wgpu::CommandEncoder {
+        self.close();
         self.core.context.device.create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("flight") })
     }
 
+    /// The encoder that is open, to be put back: each one costs, so a submission has one where nothing forbids it.
+    pub(super) fn take_open(&mut self) -> wgpu::CommandEncoder {
+        self.open.take().unwrap_or_else(|| self.encoder())
+    }
+
+    fn close(&mut self) {
+        if let Some(encoder) = self.open.take() {
+            self.ready.push(encoder.finish());
+        }
+    }
+
     pub(super) fn submit(&mut self) -> wgpu::SubmissionIndex {
+        self.close();
         let _span = trace_span!(target: "riparian::wgpu", "submit", buffers = self.ready.len()).entered();
         let index = self.core.context.queue.submit(self.ready.drain(..));
         if let Some(stamps) = &mut self.stamps {
@@ -116,7 +132,7 @@ impl GpuQueue {
 
     /// Submits what is encoded.
     pub(super) fn submit_ready(&mut self) {
-        if !self.ready.is_empty() {
+        if self.open.is_some() || !self.ready.is_empty() {
             self.submit();
         }
     }
@@ -321,7 +337,7 @@ impl GpuQueue {
                 self.submit();
             }
             if let Some((_, staging)) = cut {
-                self.land(run.stamp, staging.0 as usize);
+                self.land(run.stamp, staging.0 as usize, Report::Peek);
             }
             at = until;
         }
@@ -367,7 +383,7 @@ impl GpuQueue {
             while at < to {
                 let cut = peeks.next_if(|(point, _)| point.batch == batch);
                 let until = cut.map_or(to, |(point, _)| order_of(*point) + 1);
-                let mut encoder = self.encoder();
+                let mut encoder = self.take_open();
                 let mut stamps = self.stamped(false);
                 {
                     let bound = &self.core.slots[run.stamp.slot.index()];
@@ -399,18 +415,18 @@ impl GpuQueue {
                     ready.encode(&mut pass, groups, rows, wanted, |p, c| stamp(&mut stamps, p, c));
                 }
                 self.end_stamps(stamps, &mut encoder);
-                self.ready.push(encoder.finish());
+                self.open = Some(encoder);
                 if let Some((_, staging)) = cut {
-                    self.land(run.stamp, staging.0 as usize);
+                    self.land(run.stamp, staging.0 as usize, Report::Peek);
                 }
                 at = until;
             }
         }
     }
 
-    fn land(&mut self, stamp: Stamp, staging: usize) {
+    fn land(&mut self, stamp: Stamp, staging: usize, report: Report) {
         let _span = trace_span!(target: "riparian::wgpu", "copy").entered();
-        let mut encoder = self.encoder();
+        let mut encoder = self.take_open();
         let slot = &self.core.slots[stamp.slot.index()].slot;
         let to = self.shared.record(staging).clone();
         let head = size_of::<Control>() as u64;
@@ -419,17 +435,19 @@ impl GpuQueue {
         let form = self.forms[stamp.slot.index()];
         if let (Some(laid), Some(moe)) = (self.shared.miss(), &self.core.geometry.moe) {
             let mut at = RECORD_BYTES;
-            for piece in laid.pieces(moe, form) {
-                encoder.copy_buffer_to_buffer(slot.buffer(piece.from), piece.at, &to, at, piece.bytes);
+            for (i, piece) in laid.pieces(moe, form).into_iter().enumerate() {
+                if i != COUNTS || report == Report::Land {
+                    encoder.copy_buffer_to_buffer(slot.buffer(piece.from), piece.at, &to, at, piece.bytes);
+                }
                 at += piece.bytes;
             }
         }
-        self.ready.push(encoder.finish());
+        self.open = Some(encoder);
         let submission = self.submit();
         if let Some((unit, units)) = self.measured.take() {
             self.pace.measure(&self.core.context.queue, unit, units);
         }
-        self.shared.expect(staging, to, Copied::Record(stamp, form), submission);
+        self.shared.expect(staging, to, Copied::Record(stamp, form, report), submission);
     }
 
     fn read(&mut self, slot: SlotIx, what: Read, staging: usize) -> Result<(), DeviceError> {
@@ -491,7 +509,7 @@ impl GpuQueue {
                 self.write(slot, Name::Control, 0, bytemuck::bytes_of(&control));
             }
             Item::Run(run) => self.run(&run)?,
-            Item::Land { stamp, staging } => self.land(stamp, staging.0 as usize),
+            Item::Land { stamp, staging } => self.land(stamp, staging.0 as usize, Report::Land),
             Item::Read { slot, what, staging } => self.read(slot, what, staging.0 as usize)?,
             Item::Upload { layer, place, payload, staging } => self.upload(layer, place, &payload, staging)?,
             Item::Resume { stop, turn, made } => self.resume(stop, turn, &made, form.unwrap_or(Form::Step))?,
@@ -615,6 +633,7 @@ impl GpuQueue {
     ) -> Result<Vec<(DispatchClass, u32, Duration)>, DeviceError> {
         let context = self.core.context.clone();
         let none = || DeviceError::Unfit { why: format!("no {what:?} here") };
+        let mut encoder = self.encoder();
         let (rounds, bound) = (self.core.rounds.as_ref(), &self.core.slots[slot.index()]);
         let found = match what {
             Profiled::Step => Some((&self.core.step, &bound.step, 1)),
@@ -646,7 +665,6 @@ impl GpuQueue {
         let read =
             buffer(&context, "stamps", 8 * u64::from(n), wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST)?;
         let mut classes = Vec::new();
-        let mut encoder = self.encoder();
         {
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
             let mut at = 0;
