@@ -83,7 +83,19 @@ impl GpuQueue {
         let (forms, held) = (vec![Form::Step; core.slots.len()], Held::new(&core));
         let pace = Pace::new(core.context.submission_most);
         let stamps = core.times.clone().map(|times| Stamps::new(core.context.clone(), times));
-        Self { core, shared, open: None, ready: Vec::new(), forms, cures: Vec::new(), held, reach, stamps, pace, measured: None }
+        Self {
+            core,
+            shared,
+            open: None,
+            ready: Vec::new(),
+            forms,
+            cures: Vec::new(),
+            held,
+            reach,
+            stamps,
+            pace,
+            measured: None,
+        }
     }
 
     /// What it is made of.
