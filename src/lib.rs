@@ -7,7 +7,7 @@
 //! |---|---|
 //! | [`ids`], [`knobs`], [`invariants`] | indices, what can be tuned, what must hold |
 //! | [`model`] | files, codecs, conversion |
-//! | [`reference`] | one plain twin for each kernel |
+//! | [`mod@reference`] | one plain twin for each kernel |
 //! | [`host`] | the fast CPU kernels |
 //! | [`audio`], [`text`] | recordings to rows, tokens to text |
 //! | [`plan`], [`policy`] | who is resident, what is admitted, drafted, submitted ahead: decisions as plain data |
