@@ -114,7 +114,7 @@ fn main(ids: Ids) {
         for (var q = 0u; q < WIDE; q++) {
             for (var r = 0u; r < ROWS; r++) {
                 if (t + team(ids) * WIDE + q < BLOCK && lane(ids) == 0u) {
-                    let y = select(0.0, max(sums[q * ROWS + r], 0.0), row + q < params.rows);
+                    let y = select(0.0, relu(sums[q * ROWS + r]), row + q < params.rows);
                     cells[r * BLOCK + t + team(ids) * WIDE + q] = y * y;
                 }
             }

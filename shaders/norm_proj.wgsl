@@ -69,7 +69,7 @@ fn main(ids: Ids) {
                 if (inside && lane(ids) == 0u && first + r < flight.rows) {
                     var y = sums[q * ROWS + r];
                     if (params.relu2 == 1u) {
-                        y = max(y, 0.0) * max(y, 0.0);
+                        y = relu(y) * relu(y);
                     }
                     if (segment.kept == 1u) {
                         kept[(control.position + first + r) * segment.stride + segment.offset + row + q] = y;

@@ -10,19 +10,20 @@ fn group_of(j: u32, group: u32) -> Group {
     return v;
 }
 
+// The largest magnitude, found by its bits: they order as the magnitudes do, with NaN above all.
 fn group_top(group: Group) -> f32 {
     var v = group;
-    var top = vec4<f32>();
+    var top = vec4<u32>();
     for (var i = 0u; i < 8u; i++) {
-        top = max(top, abs(v[i]));
+        top = max(top, bitcast<vec4<u32>>(v[i]) & vec4<u32>(0x7fffffffu));
     }
-    return max(max(top.x, top.y), max(top.z, top.w));
+    return bitcast<f32>(max(max(top.x, top.y), max(top.z, top.w)));
 }
 
-// max|a| / 127, or 0 where that is zero or subnormal.
+// max|a| / 127, or 0 where that is zero or subnormal; NaN where a is.
 fn code_scale(top: f32) -> f32 {
     let d = top / 127.0;
-    return select(0.0, d, d >= 1.1754944e-38);
+    return select(d, 0.0, d < 1.1754944e-38);
 }
 
 // Codes of four columns. A true division: the product with 1 / d moves codes that lie half way.

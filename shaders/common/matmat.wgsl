@@ -44,7 +44,7 @@ override COLS: u32; // padded width, a multiple of 32
 fn put(row: u32, column: u32, value: f32) {
     var y = value;
     if (params.relu2 == 1u) {
-        y = max(y, 0.0) * max(y, 0.0);
+        y = relu(y) * relu(y);
     }
     var to = row;
     switch params.to {

@@ -10,16 +10,19 @@ struct Codes {
     scale: f32,
 }
 
-fn largest(v: vec4<f32>) -> f32 {
-    return max(max(abs(v.x), abs(v.y)), max(abs(v.z), abs(v.w)));
+// Bits of the largest magnitude. They order as the magnitudes do, with NaN above all: what is not finite stays seen.
+fn largest(v: vec4<f32>) -> u32 {
+    let bits = bitcast<vec4<u32>>(v) & vec4<u32>(0x7fffffffu);
+    return max(max(bits.x, bits.y), max(bits.z, bits.w));
 }
 
 // In uniform control flow.
 fn quantize(ids: Ids, v: Sixteen) -> Codes {
     let top = pair_max(ids, max(max(largest(v.a), largest(v.b)), max(largest(v.c), largest(v.d))));
-    var scale = top / 127.0;
+    var scale = bitcast<f32>(top) / 127.0;
     var inverse = 1.0 / scale;
-    if (!(scale >= 1.1754944e-38)) {
+    // not so for NaN
+    if (scale < 1.1754944e-38) {
         scale = 0.0;
         inverse = 0.0;
     }

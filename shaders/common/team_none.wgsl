@@ -47,10 +47,10 @@ fn team_sum(ids: Ids, v: f32) -> f32 {
 }
 
 // Maximum over two neighbouring invocations.
-fn pair_max(ids: Ids, v: f32) -> f32 {
-    team_cells[ids.local] = v;
+fn pair_max(ids: Ids, v: u32) -> u32 {
+    team_cells[ids.local] = bitcast<f32>(v);
     workgroupBarrier();
-    let other = team_cells[ids.local ^ 1u];
+    let other = bitcast<u32>(team_cells[ids.local ^ 1u]);
     workgroupBarrier();
     return max(v, other);
 }

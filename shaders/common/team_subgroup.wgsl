@@ -38,7 +38,7 @@ fn team_sum(ids: Ids, v: f32) -> f32 {
 }
 
 // Maximum over two neighbouring invocations. In uniform control flow.
-fn pair_max(ids: Ids, v: f32) -> f32 {
+fn pair_max(ids: Ids, v: u32) -> u32 {
     return max(v, subgroupShuffleXor(v, 1u));
 }
 

@@ -140,7 +140,7 @@ commons! {
     "pass_experts" "pass_rows" "rows_of_fuse" "rows_of_gate" "rows_of_norm" "wide_reduce"
     "cells" "choose" "parts_all" "parts_step" "picked_1" "picked_1_rows" "picked_2" "picked_n" "unite_1" "unite_n" "embed_bf16" "embed_f32" "embed_q8" "exact_bf16" "exact_f32" "guard" "guard_read" "guard_write"
     "halt_missing" "halt_never"     "in_f32" "in_linear" "in_nibble" "none" "norm" "out_f32" "out_linear" "out_nibble" "own_miss" "products_1" "products_1_rows" "products_2" "products_2_rows" "products_4" "products_4_rows" "products_n" "q4_f32"
-    "q4_int8" "q4_side" "q8_f32" "q8_int8" "quantize" "routes" "rows_all" "rows_some" "rows_1" "rows_2" "rows_3" "rows_4" "rows_5" "sixteen"
+    "q4_int8" "q4_side" "q8_f32" "q8_int8" "quantize" "relu" "routes" "rows_all" "rows_some" "rows_1" "rows_2" "rows_3" "rows_4" "rows_5" "sixteen"
     "source_group_norm" "source_plain" "staged" "team_none" "team_subgroup" "team_subgroup32" "vecs_f32" "vecs_int8"
     "vectors" "wide_1" "wide_2" "wide_4"
 }
@@ -366,7 +366,7 @@ impl Kernel {
             (4, _) if unrolled => &[which, "products_4_rows"],
             _ => &["products_n", wide, which],
         };
-        let mut products = vec!["sixteen", "none", "quantize", "vectors", rows];
+        let mut products = vec!["sixteen", "none", "quantize", "relu", "vectors", rows];
         products.extend(body);
         match self.name {
             "norm_proj" | "head" => {

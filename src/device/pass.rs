@@ -116,7 +116,7 @@ impl Kernel {
                 if coop {
                     commons.push("coop_head");
                 }
-                commons.extend(["guard", "guard_read", "own_miss", "none", "matmat"]);
+                commons.extend(["guard", "guard_read", "own_miss", "none", "relu", "matmat"]);
                 commons.push(if choice.experts { "pass_experts" } else { "pass_rows" });
                 commons.push(match choice.format {
                     Format::Q8 if coop => "half_q8",

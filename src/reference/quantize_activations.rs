@@ -2,7 +2,7 @@
 //!
 //! Groups of 32 consecutive columns, the last padded with zeros;
 //! `d = max|a| / 127`, `q = clamp(round half to even(a / d), -127, 127)`. Where
-//! `d` is zero or subnormal the codes are 0 and `d` is 0.
+//! `d` is zero or subnormal the codes are 0 and `d` is 0. Of a NaN `d` is NaN.
 //! Source: `runtime.md` §3a.
 
 use crate::model::tensors::Codec;
@@ -22,7 +22,8 @@ pub fn quantize_activations(a: &[f32]) -> ActivationCodes {
     let groups = a.len().div_ceil(Codec::GROUP);
     let mut out = ActivationCodes { codes: vec![0; groups * Codec::GROUP], scales: vec![0.0; groups] };
     for (group, a) in a.chunks(Codec::GROUP).enumerate() {
-        let d = a.iter().fold(0.0f32, |max, a| max.max(a.abs())) / 127.0;
+        // by its bits, which order as magnitudes do, with NaN above all: what is not finite stays seen
+        let d = f32::from_bits(a.iter().map(|a| a.abs().to_bits()).max().unwrap_or(0)) / 127.0;
         if d < f32::MIN_POSITIVE {
             continue;
         }
@@ -48,6 +49,17 @@ mod tests {
         // the smallest maximum whose scale is a normal number
         let coded = quantize_activations(&[127.0 * f32::MIN_POSITIVE; 32]);
         assert_eq!((coded.codes[0], coded.scales[0]), (127, f32::MIN_POSITIVE));
+    }
+
+    #[test]
+    fn what_is_not_finite_shows_in_the_scale() {
+        for (bad, want) in [(f32::NAN, f32::NAN), (-f32::NAN, f32::NAN), (f32::NEG_INFINITY, f32::INFINITY)] {
+            let mut row = [1.0; 64];
+            row[40] = bad;
+            let coded = quantize_activations(&row);
+            assert_eq!(coded.scales[0], 1.0 / 127.0);
+            assert!(coded.scales[1].is_nan() == want.is_nan() && (want.is_nan() || coded.scales[1] == want), "{bad}: {coded:?}");
+        }
     }
 
     #[test]

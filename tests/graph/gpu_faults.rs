@@ -388,6 +388,29 @@ fn prompts_at_the_edge_of_the_adapters_context() {
 }
 
 /// Activations beyond half floats are numbers like others.
+/// Activations that overflow f32 end in an error, and no id comes of them.
+#[test]
+fn an_overflow_gives_no_ids() {
+    for act in MODES {
+        for block in 0..blocks() {
+            let decoder = scaled(act, block, 1e38);
+            let gpu = upload(context(&Faults::default()), &decoder, experts(&decoder), POSITIONS).expect("room");
+            let running = start_with(Box::new(gpu), &decoder, None, false);
+            // row by row, and in one pass
+            for n in [1, 7] {
+                let rows = prompt(&decoder, n);
+                let (ids, finished) = decode(&running, &rows, rows.len(), 6);
+                assert!(
+                    ids.is_empty() && matches!(finished.reason, FinishReason::Failed(SessionError::NotFinite { .. })),
+                    "{act:?}, block {block}, {n} rows: {ids:?}, {:?}",
+                    finished.reason
+                );
+            }
+            running.stop();
+        }
+    }
+}
+
 #[test]
 fn activations_beyond_half_floats_change_no_id() {
     for act in MODES {
