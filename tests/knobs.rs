@@ -51,6 +51,8 @@ fn knobs(set: &[(&str, &str)]) -> Knobs {
     let mut knobs = Knobs::default();
     knobs.set("CMF_NEMO_DEVICE", "cpu", Origin::Code).unwrap();
     knobs.set("CMF_NEMO_THREADS", "2", Origin::Code).unwrap();
+    // lavapipe binds 128 MiB: the KV of 65536 positions and a draft's rows is a little more.
+    knobs.set("CMF_NEMO_CTX", "4096", Origin::Code).unwrap();
     for (name, value) in set {
         knobs.set(&format!("CMF_NEMO_{name}"), value, Origin::Code).unwrap();
     }
