@@ -58,7 +58,10 @@ mod tests {
             row[40] = bad;
             let coded = quantize_activations(&row);
             assert_eq!(coded.scales[0], 1.0 / 127.0);
-            assert!(coded.scales[1].is_nan() == want.is_nan() && (want.is_nan() || coded.scales[1] == want), "{bad}: {coded:?}");
+            assert!(
+                coded.scales[1].is_nan() == want.is_nan() && (want.is_nan() || coded.scales[1] == want),
+                "{bad}: {coded:?}"
+            );
         }
     }
 
