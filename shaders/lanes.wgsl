@@ -11,13 +11,13 @@
 fn main(ids: Ids) {
     let own = thread(ids);
     let sum = team_sum(ids, f32(own));
-    let larger = pair_max(ids, f32(own));
+    let larger = pair_max(ids, own);
     let both = pair_add(ids, f32(own));
     let at = 6u * ids.local;
     seen[at] = lanes(ids);
     seen[at + 1u] = own;
     seen[at + 2u] = team(ids);
     seen[at + 3u] = u32(sum);
-    seen[at + 4u] = u32(larger);
+    seen[at + 4u] = larger;
     seen[at + 5u] = u32(both);
 }
