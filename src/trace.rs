@@ -513,7 +513,7 @@ mod tests {
         }
         guard.finish().unwrap();
         let events: Vec<Value> = serde_json::from_slice(&out.0.lock()).unwrap();
-        let names = events.iter().filter(|event| event["name"] == "thread_name");
+        let names = events.iter().filter(|event| event["name"] == "thread_name" && event["pid"] == HOST_PID);
         let names: Vec<_> = names.map(|event| event["args"]["name"].as_str().unwrap().to_owned()).collect();
         assert_eq!(names, ["submitter", "readback"]);
         let instants = phase(&events, "i");
@@ -530,6 +530,8 @@ mod tests {
             tracing::info!(flow_end = 5_u64, "resumed");
             tracing::info!(target: COUNTER, tokens = 12_u64, drafts_kept = 3_u64, note = "no number");
             tracing::info!(target: COUNTER, tokens = 12_u64);
+            // what began before the trace is cut off at its start
+            std::thread::sleep(std::time::Duration::from_millis(1));
             tracing::info!(target: DEVICE, class = "experts", age_us = 50.0, dur_us = 20.0);
         });
         let flows: Vec<_> = ["s", "t", "f"].iter().flat_map(|p| phase(&events, p)).collect();
@@ -539,7 +541,8 @@ mod tests {
         let named: Vec<_> = counters.iter().map(|c| (c["name"].as_str().unwrap(), &c["args"])).collect();
         assert_eq!(named, [("tokens", &json!({ "total": 12.0 })), ("drafts", &json!({ "kept": 3.0 }))]);
         let device: Vec<_> = events.iter().filter(|event| event["cat"] == DEVICE).collect();
-        assert_eq!((device.len(), &device[0]["name"], &device[0]["dur"]), (1, &json!("experts"), &json!(20.0)));
+        assert_eq!((device.len(), &device[0]["name"]), (1, &json!("experts")));
+        assert!((device[0]["dur"].as_f64().unwrap() - 20.0).abs() < 1e-6, "{}", device[0]);
         // Every arrow lies inside a slice of its own thread, or a viewer drops it.
         for flow in flows {
             let at = flow["ts"].as_f64().unwrap();

@@ -119,15 +119,17 @@ impl Rounds {
         setup: &DraftSetup,
         finish: impl Fn(Plan<Key>) -> Plan<Key>,
     ) -> Result<Self, DeviceError> {
-        let mut verify = Vec::new();
-        let mut chain = Vec::new();
-        for at in 0..frame.snapshots - 1 {
-            let plan = decode::record(Frame { rows: at + 2, ..frame });
-            verify.push(Ready::new(context, pipelines, finish(plan))?);
-            chain.push(Ready::new(context, pipelines, finish(draft(frame, setup, at)))?);
-        }
-        let before_row = Ready::new(context, pipelines, before_row(frame))?;
-        let pass = Ready::new(context, pipelines, finish(pass_rows(pass)))?;
+        let depths = 0..frame.snapshots - 1;
+        let verify: Vec<_> = depths.clone().map(|at| finish(decode::record(Frame { rows: at + 2, ..frame }))).collect();
+        let chain: Vec<_> = depths.map(|at| finish(draft(frame, setup, at))).collect();
+        let (before_row, pass) = (before_row(frame), finish(pass_rows(pass)));
+        // all of them on all threads, before one is asked for
+        let plans = verify.iter().chain(&chain).chain([&before_row, &pass]);
+        pipelines.prepare(context, plans.flat_map(|plan| &plan.pipelines))?;
+        let mut ready = |plan| Ready::new(context, pipelines, plan);
+        let verify = verify.into_iter().map(&mut ready).collect::<Result<_, _>>()?;
+        let chain = chain.into_iter().map(&mut ready).collect::<Result<_, _>>()?;
+        let (before_row, pass) = (ready(before_row)?, ready(pass)?);
         Ok(Self { verify, chain, before_row, pass })
     }
 
