@@ -2,6 +2,7 @@
 
 use super::adapter::{Context, Heap};
 use super::decode::RING;
+use super::slot::ROWS;
 use super::{prefill, weights};
 use crate::model::geometry::{BlockKind, Geometry};
 use crate::model::weights::DecoderWeights;
@@ -37,6 +38,8 @@ pub struct Fixed {
     pub state_bytes: u64,
     /// Keys and values of one position in all sessions.
     pub position_bytes: u64,
+    /// Keys and values of one position in one block of a session.
+    pub row_bytes: u64,
     /// Staging of uploads.
     pub staging_bytes: u64,
 }
@@ -65,6 +68,7 @@ impl Fixed {
             pass_bytes: prefill::bytes(geometry, places, rows),
             state_bytes: bytes(count(BlockKind::Mamba) * snapshots * state),
             position_bytes: bytes((count(BlockKind::Attention) + usize::from(drafts)) * kv),
+            row_bytes: 4 * kv as u64,
             staging_bytes,
         }
     }
@@ -98,14 +102,26 @@ pub struct Asked {
 /// Shares the device's memory out. `all_bytes` is what all experts take, `max_positions` the model's own bound.
 #[must_use]
 pub fn budget(context: &Context, fixed: &Fixed, asked: Asked, all_bytes: u64, max_positions: usize) -> Budget {
-    share(
+    let limits = &context.limits;
+    let holds = bindable(limits.max_buffer_size.min(limits.max_storage_buffer_binding_size), fixed.row_bytes);
+    let mut budget = share(
         context.heap.filter(|_| !context.is_software()),
         context.shares_memory(),
         fixed,
         asked,
         all_bytes,
-        max_positions,
-    )
+        max_positions.min(holds),
+    );
+    if asked.positions.is_none() && budget.positions == holds {
+        budget.why += "; a binding holds no more positions";
+    }
+    budget
+}
+
+/// KV positions that a binding of `binding_bytes` holds beside the rows of a verify pass that may lie behind them.
+fn bindable(binding_bytes: u64, row_bytes: u64) -> usize {
+    let rows = binding_bytes.checked_div(row_bytes).unwrap_or(u64::MAX);
+    usize::try_from(rows).unwrap_or(usize::MAX).saturating_sub(ROWS)
 }
 
 fn share(
@@ -182,6 +198,7 @@ mod tests {
         pass_bytes: 1 << 30,
         state_bytes: 1 << 27,
         position_bytes: 24_576,
+        row_bytes: 2048,
         staging_bytes: 256_000_000,
     };
     const NOTHING: Asked = Asked { expert_bytes: None, positions: None };
@@ -189,6 +206,15 @@ mod tests {
 
     fn heap(gb: u64) -> Option<Heap> {
         Some(Heap { bytes: 2 * gb * 1_000_000_000, free_bytes: Some(gb * 1_000_000_000) })
+    }
+
+    #[test]
+    fn a_binding_holds_its_positions_and_the_rows_behind_them() {
+        // 128 MiB, keys and values of 2 heads of 128
+        let positions = bindable(1 << 27, 2048);
+        assert_eq!(positions, 65_536 - ROWS);
+        assert!((positions + ROWS) as u64 * 2048 <= 1 << 27);
+        assert_eq!((bindable(0, 2048), bindable(1 << 27, 0)), (0, usize::MAX - ROWS));
     }
 
     #[test]
