@@ -944,9 +944,17 @@ impl Submitter {
         {
             self.finish(flight.session, FinishReason::Length);
         }
+        // A device that goes on without bringing ids would be asked for ever.
+        let brought = if record.out.flight == id { record.out.ids.len() } else { 0 };
+        let owed = flight.accepts() * flight.work.ids_min();
+        let stalled = whole && open && !old_turn && record.stop.is_none() && brought < owed;
         self.flights.retain(|f| f.id != id);
         self.count();
         self.free_slots();
+        if stalled {
+            let why = format!("a flight of {owed} ids at least brought {brought} and names no stop");
+            self.lost(DeviceError::Lost { why }, false);
+        }
     }
 
     /// Remembers how often routes missed, and tells the admission manager what was routed.
