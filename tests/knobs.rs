@@ -285,7 +285,10 @@ mod gpu {
     #[test]
     fn skip_final_stalls_the_device_and_not_the_session() {
         let run = try_run(FEW, &[("DEVICE", &adapter()), ("MTP", "0"), ("SKIP", "final")]);
-        assert!(run.is_err() || run.is_ok_and(|run| run.finished.stats.recovered), "ids came from a device that accepts none");
+        assert!(
+            run.is_err() || run.is_ok_and(|run| run.finished.stats.recovered),
+            "ids came from a device that accepts none"
+        );
     }
 
     #[test]
