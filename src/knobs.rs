@@ -291,7 +291,8 @@ knobs! {
     /// `1`: device timestamps per dispatch class.
     ts: bool = false,
         "CMF_NEMO_TS", "0 or 1", default "0", switch, show_switch;
-    /// Dispatch classes left out, to see their cost in the difference; the tokens are then wrong.
+    /// Dispatch classes left out, to see their cost in the difference; the tokens are then wrong. Without `final` there are
+    /// none, and the device is given up for the host.
     skip: Vec<DispatchClass> = Vec::new(),
         "CMF_NEMO_SKIP",
         "a comma-separated list of in_proj scan out_proj qkv attn o_proj router exp_up exp_down sh_down final head",

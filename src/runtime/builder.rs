@@ -348,6 +348,7 @@ fn open_gpu(
     let candidates = crate::device::wgpu::candidates(&knobs.device, faults.takes_software())?;
     if knobs.prefill == crate::knobs::Prefill::Host {
         let why = "it prefills by itself, and CMF_NEMO_PREFILL asks for the host";
+        warn!(why, "no adapter is used");
         return Err(DeviceError::Unfit { why: why.into() });
     }
     first_that_opens(candidates, |found| open_fitting(found, model, knobs, faults, on_progress))
@@ -364,7 +365,8 @@ fn first_that_opens<C, T>(
         match open(&candidate) {
             Ok(opened) => return Ok(opened),
             Err(error) => {
-                info!(%error, "an adapter was refused");
+                // whoever has an adapter expects it to be used
+                warn!(%error, "an adapter was refused");
                 first.get_or_insert(error);
             }
         }

@@ -11,8 +11,9 @@ use crate::case::Case;
 /// Ids of the session that comes after.
 const STEPS: usize = 8;
 
-/// One slot, so that the next session gets the state of the one that was given up.
-pub(super) fn follow(case: &Case, act: Activations, start: impl Fn(&Source, &Way) -> Through) {
+/// One slot, so that the next session gets the state of the one that was given up. Of the numbers of ids and of the
+/// moments at which one is given up each `every`th is run.
+pub(super) fn follow(case: &Case, act: Activations, every: usize, start: impl Fn(&Source, &Way) -> Through) {
     let source = Source::of_case(case, act);
     let hidden = source.geometry().hidden;
     let rows = &case.reference.rows;
@@ -32,7 +33,7 @@ pub(super) fn follow(case: &Case, act: Activations, start: impl Fn(&Source, &Way
                 assert_eq!(got.ids, after, "{}, {places:?} places, {batches} batches: {what}", case.reference.name);
             };
             // After each number of ids, by word and by dropping.
-            for k in 0..24 {
+            for k in (0..24).step_by(every) {
                 let mut session = graph.open(rows, &[], None, drafting.options(&[]));
                 let ids: Vec<_> = (0..k)
                     .map(|_| match wait(session.next()) {
@@ -53,7 +54,7 @@ pub(super) fn follow(case: &Case, act: Activations, start: impl Fn(&Source, &Way
                 check(&format!("given up after {k} ids"), session);
             }
             // At moments that no event marks: within the prompt's passes, misses, drafts and their verify.
-            for moment in 0..24 {
+            for moment in (0..24).step_by(every) {
                 let session = graph.open(rows, &[3], None, drafting.options(&[]));
                 let (begun, pause) = (Instant::now(), Duration::from_micros(moment * 83));
                 while begun.elapsed() < pause {
@@ -83,12 +84,12 @@ pub(super) fn follow(case: &Case, act: Activations, start: impl Fn(&Source, &Way
 #[test]
 fn whoever_comes_after_a_cancel_gets_its_own_ids() {
     if let Some(case) = Case::fixture("tiny-nemo") {
-        follow(&case, Activations::F32, Source::start);
+        follow(&case, Activations::F32, 1, Source::start);
     }
     if let Some(case) = Case::peer("nemo-q4tp") {
-        follow(&case, Activations::Int8, Source::start);
+        follow(&case, Activations::Int8, 1, Source::start);
     }
     if let Some(case) = Case::peer("nemo-exact-mtp") {
-        follow(&case, Activations::F32, Source::start);
+        follow(&case, Activations::F32, 1, Source::start);
     }
 }
