@@ -247,6 +247,9 @@ knobs! {
     /// `0`: no drafts.
     mtp: bool = true,
         "CMF_NEMO_MTP", "0 or 1", default "1 (where the file has the draft layer)", switch, show_switch;
+    /// Drafts a round, as deep as the device verifies; `auto` measures meanwhile what pays.
+    mtp_depth: Option<u32> = None,
+        "CMF_NEMO_MTP_DEPTH", "auto, or a number of drafts from 1 to 4", default "auto", depth, show_option;
     /// `1`: drafts read the residual before the final norm.
     mtp_pre: bool = false,
         "CMF_NEMO_MTP_PRE", "0 or 1", default "0", switch, show_switch;
@@ -438,6 +441,10 @@ fn gigabytes(value: &str) -> Option<Option<f64>> {
     value.parse::<f64>().ok().filter(|gb| gb.is_finite() && *gb >= 0.0).map(Some)
 }
 
+fn depth(value: &str) -> Option<Option<u32>> {
+    if value == "auto" { Some(None) } else { within(value, 1, 4).map(Some) }
+}
+
 fn prefill(value: &str) -> Option<Prefill> {
     match value {
         "device" => Some(Prefill::Device),
@@ -545,6 +552,7 @@ mod tests {
         ("CMF_NEMO_BATCH", "0"),
         ("CMF_NEMO_PREFILL", "host"),
         ("CMF_NEMO_MTP", "0"),
+        ("CMF_NEMO_MTP_DEPTH", "2"),
         ("CMF_NEMO_MTP_PRE", "1"),
         ("CMF_NEMO_MTP_LN", "1"),
         ("CMF_NEMO_MTP_HFIRST", "1"),

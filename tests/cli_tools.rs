@@ -122,8 +122,21 @@ fn a_profile_says_what_was_measured_and_flags_override_it() {
     assert!(decoded.iter().all(|d| d["decode_tok_s"].as_f64().unwrap() > 0.0), "{told}");
     assert!(decoded.iter().any(|d| d["drafts"] == true) && decoded.iter().any(|d| d["drafts"] == false), "{told}");
     assert!(told["adapter"].is_null(), "none was asked for: {told}");
+    // Without drafts, and one to four of them a round; what is proposed is what was fastest, but for 3 %.
+    let rates: Vec<(u64, f64)> = (decoded.iter())
+        .map(|d| (d["draft_depth"].as_u64().unwrap(), d["decode_tok_s"].as_f64().unwrap()))
+        .filter(|(depth, _)| *depth > 0)
+        .collect();
+    assert_eq!(rates.iter().map(|(depth, _)| *depth).collect::<Vec<_>>(), [1, 2, 3, 4], "{told}");
     let proposed = told["proposed"].as_object().unwrap();
-    assert_eq!(proposed.len(), 3);
+    let drafts = proposed["CMF_NEMO_MTP"] == "1";
+    assert_eq!(proposed.len(), if drafts { 4 } else { 3 }, "{told}");
+    if let Some(depth) = proposed.get("CMF_NEMO_MTP_DEPTH") {
+        let best = rates.iter().map(|(_, rate)| *rate).fold(0.0, f64::max);
+        let chosen = rates.iter().find(|(d, _)| depth.as_str() == Some(&d.to_string())).unwrap();
+        assert!(drafts && chosen.1 * 1.13 > best, "{told}");
+    }
+    assert_eq!(told["gives"].as_object().unwrap().len(), proposed.len());
     let profile = std::fs::read_to_string(dir.path().join("here.profile")).unwrap();
     for (name, value) in proposed {
         assert!(profile.lines().any(|line| line == format!("{name}={}", value.as_str().unwrap())), "{profile}");

@@ -187,6 +187,21 @@ fn mtp_hfirst_reads_the_fusion_the_other_way_round() {
 }
 
 #[test]
+fn mtp_depth_sets_how_many_drafts_a_round_has() {
+    let of = |depth: &str| {
+        let ran = right(&[("MTP_DEPTH", depth)]);
+        ran.counters.drafts_offered as f64 / ran.counters.verifies as f64
+    };
+    for depth in [1, 3] {
+        let offered = of(&depth.to_string());
+        // The last rounds are cut where the text ends.
+        assert!(offered <= f64::from(depth) && offered > f64::from(depth) - 1.0, "{offered} a round of {depth}");
+    }
+    let auto = right(&[("MTP_DEPTH", "auto")]);
+    assert!(auto.finished.stats.drafts.offered > 0);
+}
+
+#[test]
 fn act_chooses_the_arithmetic() {
     assert_eq!(right(&[("ACT", "f32")]).act, Activations::F32);
     assert_eq!(right(&[("ACT", "int8")]).act, Activations::Int8);

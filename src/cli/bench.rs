@@ -48,9 +48,9 @@ pub(crate) struct Bench {
     /// Tokens to decode
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     tokens: u32,
-    /// With drafts, without, or both: on, off or on,off
-    #[arg(long, value_name = "ON,OFF", value_delimiter = ',', value_parser = drafts)]
-    drafts: Vec<bool>,
+    /// With drafts, without, or with so many a round, any of them: on, off, 1, 2, 3, 4
+    #[arg(long, value_name = "ON,OFF,N", value_delimiter = ',', value_parser = drafts)]
+    drafts: Vec<Drafting>,
     /// Runs before those that are counted
     #[arg(long, value_name = "N", default_value_t = 1)]
     warmup: u32,
@@ -71,11 +71,23 @@ pub(crate) struct Bench {
     record_routes: Option<PathBuf>,
 }
 
-fn drafts(text: &str) -> Result<bool, String> {
+/// How drafts are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Drafting {
+    /// None are.
+    Off,
+    /// As deep as pays.
+    On,
+    /// So many a round.
+    Depth(u8),
+}
+
+fn drafts(text: &str) -> Result<Drafting, String> {
     match text {
-        "on" | "1" => Ok(true),
-        "off" | "0" => Ok(false),
-        _ => Err("accepted are on and off".into()),
+        "on" => Ok(Drafting::On),
+        "off" | "0" => Ok(Drafting::Off),
+        "1" | "2" | "3" | "4" => Ok(Drafting::Depth(text.parse().unwrap_or(1))),
+        _ => Err("accepted are on and off, and 1 to 4 drafts a round".into()),
     }
 }
 
@@ -146,7 +158,8 @@ impl Bench {
             Some(list) => list.split(',').map(|one| Some(one.trim().to_owned())).collect(),
         };
         let drafts = match &self.drafts[..] {
-            [] => vec![!global.no_drafts],
+            [] if global.no_drafts => vec![Drafting::Off],
+            [] => vec![Drafting::On],
             given => given.to_vec(),
         };
         let mut settings = Vec::new();
@@ -154,8 +167,13 @@ impl Bench {
             for budget in each(&global.expert_gb) {
                 for &drafts in &drafts {
                     let budget = budget.clone().filter(|budget| budget != "all");
-                    let (device, no_drafts) = (device.clone(), !drafts);
-                    let knobs = Global { device, expert_gb: budget, no_drafts, ..global.clone() }.knobs()?;
+                    let (device, no_drafts) = (device.clone(), drafts == Drafting::Off);
+                    let draft_depth = match drafts {
+                        Drafting::Depth(depth) => Some(depth.to_string()),
+                        _ => global.draft_depth.clone(),
+                    };
+                    let knobs =
+                        Global { device, expert_gb: budget, no_drafts, draft_depth, ..global.clone() }.knobs()?;
                     settings.push(Setting { drafts: knobs.mtp, knobs });
                 }
             }
@@ -181,6 +199,7 @@ impl Bench {
         let options = Options {
             max_new_tokens: Some(self.tokens as usize),
             eos: Some(Vec::new()),
+            draft_depth: None,
             keep_rows: self.record_routes.is_some(),
         };
         let mut session = runtime.session(options).await?;
@@ -236,6 +255,7 @@ impl Bench {
             "partial": partial,
             "mtp_in_file": model.geometry.draft,
             "mtp_used": used && drafts.offered > 0,
+            "draft_depth": setting.knobs.mtp_depth.filter(|_| used),
             "draft": (drafts.offered > 0).then(|| json!({
                 "offered": drafts.offered, "kept": drafts.kept,
                 "kept_percent": 100.0 * drafts.kept as f64 / drafts.offered as f64,
@@ -302,7 +322,7 @@ fn named(path: &Path) -> String {
 fn class_times(runtime: &Runtime) -> Value {
     let row = |time: &riparian::device::times::ClassTime| {
         json!({
-            "in": if time.pass { "pass" } else { "step" }, "class": time.class.name(), "dispatches": time.dispatches,
+            "in": time.kind.name(), "class": time.class.name(), "dispatches": time.dispatches,
             "ms": time.took.as_secs_f64() * 1e3,
         })
     };

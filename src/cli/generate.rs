@@ -71,6 +71,7 @@ impl Generate {
             let options = Options {
                 max_new_tokens: self.max_new_tokens.map(|n| n as usize),
                 eos: self.ignore_eos.then(Vec::new),
+                draft_depth: None,
                 keep_rows: self.record_routes.is_some(),
             };
             let begun = async {

@@ -27,6 +27,7 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::builder::BoolishValueParser;
 use clap::{Args, Parser, Subcommand};
+use riparian::device::times::ClassTime;
 use riparian::knobs::{KnobError, Knobs, Origin};
 use riparian::model::mmap::Access;
 use riparian::runtime::{LoadProgress, Runtime};
@@ -112,6 +113,9 @@ pub(crate) struct Global {
     /// Decode without drafts (CMF_NEMO_MTP=0)
     #[arg(long, global = true)]
     no_drafts: bool,
+    /// Drafts a round (CMF_NEMO_MTP_DEPTH): 1 to 4, or auto for what pays
+    #[arg(long, global = true, value_name = "N")]
+    draft_depth: Option<String>,
     /// Any knob, by its variable with or without CMF_NEMO_ (riparian doctor lists them)
     #[arg(long = "knob", global = true, value_name = "NAME=VALUE")]
     knobs: Vec<String>,
@@ -141,6 +145,7 @@ impl Global {
             ("CMF_NEMO_THREADS", &self.threads),
             ("CMF_NEMO_ACT", &self.act),
             ("CMF_NEMO_CTX", &self.ctx),
+            ("CMF_NEMO_MTP_DEPTH", &self.draft_depth),
         ] {
             if let Some(value) = value {
                 set(name, value)?;
@@ -303,15 +308,21 @@ async fn load(path: &Path, knobs: Knobs, terminal: &Terminal) -> Result<Runtime,
 
 /// Stops a runtime, and tells where its time went if `CMF_NEMO_PROF` or `CMF_NEMO_TS` asks for it.
 async fn end(runtime: Runtime, knobs: &Knobs, terminal: &Terminal) {
-    for time in runtime.class_times() {
-        terminal.note(format!(
-            "{} {:<8} {:>8} dispatches {:>10.3} ms, {:>7.1} us each",
-            if time.pass { "pass" } else { "step" },
-            time.class.name(),
-            time.dispatches,
-            time.took.as_secs_f64() * 1e3,
-            time.took.as_secs_f64() * 1e6 / time.dispatches.max(1) as f64,
-        ));
+    let times = runtime.class_times();
+    for kind in times.chunk_by(|a, b| a.kind == b.kind) {
+        let ms = |time: &ClassTime| time.took.as_secs_f64() * 1e3;
+        let all_ms: f64 = kind.iter().map(ms).sum();
+        let line = |class: &str, dispatches: u64, ms: f64| {
+            let (each_us, share) = (1e3 * ms / dispatches.max(1) as f64, 100.0 * ms / all_ms.max(f64::MIN_POSITIVE));
+            let kind = kind[0].kind.name();
+            format!(
+                "{kind:<8} {class:<8} {dispatches:>8} dispatches {ms:>10.3} ms, {each_us:>7.1} us each, {share:>5.1} %"
+            )
+        };
+        for time in kind {
+            terminal.note(line(time.class.name(), time.dispatches, ms(time)));
+        }
+        terminal.note(line("all", kind.iter().map(|time| time.dispatches).sum(), all_ms));
     }
     if knobs.prof
         && let Ok(counters) = runtime.counters().await

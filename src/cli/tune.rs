@@ -27,14 +27,20 @@ Examples:
 
 Measured are the time in which the host completes missing experts (for each number of threads and both arithmetics); of
 the adapter that would decode, its bus, its memory and what a dispatch and a readback cost; and decode with the budgets
-that fit it, with fewer threads where the host has part in it, with and without drafts. A profile is lines of NAME=VALUE; the environment and flags override it, and
-riparian doctor --profile FILE shows what came of it. Measure on an idle machine.";
+that fit it, with fewer threads where the host has part in it, without drafts and with 1 to 4 a round, the model's own. A
+profile is lines of NAME=VALUE; the environment and flags override it, and riparian doctor --profile FILE shows what came
+of it. Measure on an idle machine.";
 
 /// How long one candidate is measured.
 const EACH: Duration = Duration::from_millis(400);
-/// Positions of the prompt, and ids decoded behind it.
+/// Positions of the prompt, and ids decoded behind it, before what is counted and then.
 const PROMPT: u32 = 32;
+const WARM: usize = 16;
 const DECODED: usize = 64;
+/// A choice that decodes so many ids in less time than this is measured twice, and the better rate counts.
+const BRIEF: Duration = Duration::from_secs(1);
+/// Deepest draft that is tried.
+const DEPTHS: usize = 4;
 /// Budgets to try where all experts do not fit, as shares of them.
 const SHARES: [f64; 3] = [0.75, 0.5, 0.25];
 /// A larger number of threads has to be better by this factor: threads are taken from others.
@@ -82,13 +88,22 @@ struct Adapter {
 struct Decoded {
     /// GB for routed experts; `None` is all of them.
     expert_gb: Option<f64>,
-    drafts: bool,
+    /// Drafts a round; 0 is plain decode.
+    depth: usize,
     /// Host threads; `None` is the program's own choice.
     threads: Option<usize>,
     /// `None` where it does not fit.
     tok_s: Option<f64>,
     /// Where it ran, or why it did not.
     note: String,
+}
+
+/// A knob's value, and what it gives.
+#[derive(Clone, Debug, PartialEq)]
+struct Proposal {
+    name: &'static str,
+    value: String,
+    gives: String,
 }
 
 impl Tune {
@@ -99,15 +114,21 @@ impl Tune {
         let bar = progress::count(terminal, "tune", 1);
         let completions = completions(&model, &bar)?;
         let best = choose(&completions);
-        let mut proposed: Vec<(&str, String)> = Vec::new();
+        let mut proposed: Vec<Proposal> = Vec::new();
+        let propose = |proposed: &mut Vec<Proposal>, name, value, gives| proposed.push(Proposal { name, value, gives });
         if let Some(best) = best {
-            proposed.push(("CMF_NEMO_ACT", name(best.act).to_owned()));
+            let same = |act| completions.iter().find(|c| c.threads == best.threads && c.act == act);
+            let other = [Activations::Int8, Activations::F32].into_iter().filter(|act| *act != best.act).find_map(same);
+            let other = other.map_or_else(String::new, |c| format!(", {:.1} us with {}", c.layer_us, name(c.act)));
+            let gives = format!("{:.1} us for a layer's missing experts{other}", best.layer_us);
+            propose(&mut proposed, "CMF_NEMO_ACT", name(best.act).to_owned(), gives);
         }
         let adapter = adapter(&knobs);
         let found = adapter.as_ref().and_then(|adapter| adapter.as_ref().ok());
         super::block_on(async {
             let mut interrupt = Interrupt::listen();
             let mut decoded: Vec<Decoded> = Vec::new();
+            // Without drafts, or each depth of them.
             let try_one = async |expert_gb: Option<f64>, drafts: bool, threads: Option<usize>| {
                 let mut knobs: Knobs = knobs.clone();
                 knobs.set("CMF_NEMO_MTP", if drafts { "1" } else { "0" }, Origin::Code)?;
@@ -120,20 +141,30 @@ impl Tune {
                 if let Some(gb) = expert_gb {
                     knobs.set("CMF_NEMO_EXPERT_GB", &gb.to_string(), Origin::Code)?;
                 }
-                bar.inc_length(1);
+                let one =
+                    |depth: usize, tok_s: Option<f64>, note: String| Decoded { expert_gb, depth, threads, tok_s, note };
+                let depths = if drafts { 1..=DEPTHS } else { 0..=0 };
+                bar.inc_length(depths.clone().count() as u64);
                 let built = load(&self.model, knobs, terminal).await;
                 let runtime = match built {
                     Ok(runtime) => runtime,
                     Err(failure) => {
-                        let note = format!("{:#}", failure.error);
-                        return anyhow::Ok(Decoded { expert_gb, drafts, threads, tok_s: None, note });
+                        bar.inc(depths.clone().count() as u64);
+                        return anyhow::Ok(vec![one(*depths.start(), None, format!("{:#}", failure.error))]);
                     }
                 };
-                let rate = rate(&runtime).await?;
-                let note = runtime.device().to_owned();
+                let mut tried = Vec::new();
+                let deepest = runtime.facts().verify_rows.saturating_sub(1);
+                for depth in depths.filter(|depth| *depth <= deepest) {
+                    let rate = rate(&runtime, depth).await?;
+                    tried.push(one(depth, Some(rate), runtime.device().to_owned()));
+                    bar.inc(1);
+                }
+                if tried.is_empty() {
+                    tried.push(one(1, None, "no drafts are made with this budget".to_owned()));
+                }
                 runtime.shutdown().await;
-                bar.inc(1);
-                Ok(Decoded { expert_gb, drafts, threads, tok_s: Some(rate), note })
+                Ok(tried)
             };
             // Without an adapter the host decodes, which has all experts whatever the budget. Where one was asked for
             // with a budget, that is it; else the largest that fits and the next.
@@ -147,8 +178,8 @@ impl Tune {
             for budget in budgets {
                 let Some(tried) = interrupt.or(try_one(budget, false, threads)).await else { return Ok(INTERRUPTED) };
                 let tried = tried?;
-                fit += usize::from(tried.tok_s.is_some());
-                decoded.push(tried);
+                fit += usize::from(tried.iter().any(|d| d.tok_s.is_some()));
+                decoded.extend(tried);
                 if fit == 2 {
                     break;
                 }
@@ -166,26 +197,42 @@ impl Tune {
                 let tried = try_one(fastest.expert_gb, false, Some(fewer));
                 let Some(tried) = interrupt.or(tried).await else { return Ok(INTERRUPTED) };
                 let tried = tried?;
-                if rate_of(&tried) > rate_of(&fastest) * WORTH {
-                    fastest = tried.clone();
+                if let Some(better) = tried.iter().find(|d| rate_of(d) > rate_of(&fastest) * WORTH) {
+                    fastest = better.clone();
                 }
-                decoded.push(tried);
+                decoded.extend(tried);
             }
+            let plain = rate_of(&fastest);
             if let Some(threads) = fastest.threads {
-                proposed.push(("CMF_NEMO_THREADS", threads.to_string()));
+                propose(&mut proposed, "CMF_NEMO_THREADS", threads.to_string(), format!("{plain:.1} tokens/s"));
             }
             let bounded = found.is_some() && knobs.expert_gb.is_none();
             if let Some(gb) = fastest.expert_gb.filter(|_| bounded) {
-                proposed.push(("CMF_NEMO_EXPERT_GB", format!("{gb:.3}")));
+                propose(
+                    &mut proposed,
+                    "CMF_NEMO_EXPERT_GB",
+                    format!("{gb:.3}"),
+                    format!("{plain:.1} tokens/s: not all experts fit"),
+                );
             }
             if model.geometry.draft {
                 let Some(tried) = interrupt.or(try_one(fastest.expert_gb, true, fastest.threads)).await else {
                     return Ok(INTERRUPTED);
                 };
                 let tried = tried?;
-                let pays = rate_of(&tried) >= rate_of(&fastest);
-                proposed.push(("CMF_NEMO_MTP", u8::from(pays).to_string()));
-                decoded.push(tried);
+                let best = drafting(&tried);
+                let pays = best.is_some_and(|best| rate_of(best) > plain);
+                let gives = match best {
+                    Some(best) => {
+                        format!("{plain:.1} tokens/s without, {:.1} with {} a round", rate_of(best), best.depth)
+                    }
+                    None => "none are made with this budget".to_owned(),
+                };
+                propose(&mut proposed, "CMF_NEMO_MTP", u8::from(pays).to_string(), gives.clone());
+                if let Some(best) = best.filter(|_| pays) {
+                    propose(&mut proposed, "CMF_NEMO_MTP_DEPTH", best.depth.to_string(), gives);
+                }
+                decoded.extend(tried);
             }
             bar.finish_and_clear();
             let text = if self.json {
@@ -196,12 +243,19 @@ impl Tune {
             };
             terminal.put(&text).map_err(anyhow::Error::from)?;
             if let Some(out) = &self.out {
-                let lines: String = proposed.iter().map(|(name, value)| format!("{name}={value}\n")).collect();
+                let lines: String =
+                    proposed.iter().map(|p| format!("# {}\n{}={}\n", p.gives, p.name, p.value)).collect();
                 std::fs::write(out, lines).with_context(|| format!("cannot write {}", out.display()))?;
             }
             Ok(SUCCESS)
         })?
     }
+}
+
+/// The depth of drafts to go on with: the fastest, but a deeper one has to be worth it.
+fn drafting(tried: &[Decoded]) -> Option<&Decoded> {
+    let made = tried.iter().filter(|d| d.tok_s.is_some());
+    made.reduce(|best, next| if rate_of(next) > rate_of(best) * WORTH { next } else { best })
 }
 
 /// Smaller numbers of threads worth a try.
@@ -253,7 +307,7 @@ fn record_of(
     completions: &[Completion],
     adapter: Option<&Result<Adapter, String>>,
     decoded: &[Decoded],
-    proposed: &[(&str, String)],
+    proposed: &[Proposal],
 ) -> Value {
     let completion = |c: &Completion| json!({ "threads": c.threads, "act": name(c.act), "layer_us": c.layer_us, "gb_per_s": c.gb_per_s });
     let adapter = adapter.map(|adapter| match adapter {
@@ -264,17 +318,19 @@ fn record_of(
         Err(why) => json!({ "none": why }),
     });
     let one = |d: &Decoded| {
-        let mut line = json!({ "expert_gb": d.expert_gb, "drafts": d.drafts, "threads": d.threads, "decode_tok_s": d.tok_s, "device": d.note });
+        let mut line = json!({ "expert_gb": d.expert_gb, "drafts": d.depth > 0, "draft_depth": d.depth, "threads": d.threads, "decode_tok_s": d.tok_s, "device": d.note });
         if d.tok_s.is_none() {
             line["error"] = line["device"].take();
         }
         line
     };
     let knobs: serde_json::Map<String, Value> =
-        proposed.iter().map(|(name, value)| ((*name).to_owned(), value.clone().into())).collect();
+        proposed.iter().map(|p| (p.name.to_owned(), p.value.clone().into())).collect();
+    let gives: serde_json::Map<String, Value> =
+        proposed.iter().map(|p| (p.name.to_owned(), p.gives.clone().into())).collect();
     json!({
         "cmd": "tune", "completions": completions.iter().map(completion).collect::<Vec<_>>(), "adapter": adapter,
-        "decode": decoded.iter().map(one).collect::<Vec<_>>(), "proposed": knobs,
+        "decode": decoded.iter().map(one).collect::<Vec<_>>(), "proposed": knobs, "gives": gives,
     })
 }
 
@@ -345,17 +401,28 @@ fn choose(completions: &[Completion]) -> Option<Completion> {
     })
 }
 
-/// Ids a second behind a short prompt; the first run warms up.
-async fn rate(runtime: &Runtime) -> Result<f64, riparian::Error> {
+/// Ids a second behind a short prompt, with so many drafts a round.
+async fn rate(runtime: &Runtime, depth: usize) -> Result<f64, riparian::Error> {
     let vocab = runtime.model().geometry.vocab as u32;
     let prompt: Vec<TokenId> = (0..PROMPT).map(|i| TokenId(i % vocab)).collect();
-    let mut rate = 0.0;
-    for _ in 0..2 {
-        let options = Options { max_new_tokens: Some(DECODED), eos: Some(Vec::new()), ..Options::default() };
+    let mut rate = 0.0_f64;
+    for ids in [WARM, DECODED, DECODED] {
+        let options = Options {
+            max_new_tokens: Some(ids),
+            eos: Some(Vec::new()),
+            draft_depth: Some(depth),
+            ..Options::default()
+        };
         let mut session = runtime.session(options).await?;
         session.feed_ids(&prompt).await?;
         let finished = session.decode().finish().await?;
-        rate = finished.ids.len() as f64 / (finished.stats.prefill + finished.stats.decode).as_secs_f64();
+        let decode = finished.stats.decode;
+        if ids == DECODED {
+            rate = rate.max((finished.ids.len() - 1) as f64 / decode.as_secs_f64());
+            if decode > BRIEF {
+                break;
+            }
+        }
     }
     Ok(rate)
 }
@@ -365,7 +432,7 @@ fn page(
     adapter: Option<&Result<Adapter, String>>,
     costs: Option<(f64, f64)>,
     decoded: &[Decoded],
-    proposed: &[(&str, String)],
+    proposed: &[Proposal],
 ) -> String {
     let mut text = String::from("Missing experts completed by the host, one position's of a layer\n");
     for c in completions {
@@ -390,7 +457,7 @@ fn page(
     text += "Decode\n";
     for d in decoded {
         let experts = d.expert_gb.map_or_else(|| "all experts".to_owned(), |gb| format!("{gb:.3} GB of experts"));
-        let drafts = if d.drafts { "drafts" } else { "no drafts" };
+        let drafts = if d.depth > 0 { format!("{} a round", d.depth) } else { "no drafts".to_owned() };
         let threads = d.threads.map_or_else(String::new, |threads| format!("{threads:>3} threads"));
         let _ = match d.tok_s {
             Some(rate) => writeln!(text, "  {experts:20} {drafts:9} {threads:11} {rate:>9.1} tokens/s on {}", d.note),
@@ -398,8 +465,12 @@ fn page(
         };
     }
     text += "Proposed\n";
-    for (name, value) in proposed {
-        let _ = writeln!(text, "  {name}={value}");
+    for p in proposed {
+        let line = format!("{}={}", p.name, p.value);
+        let _ = writeln!(text, "  {line:<26} {}", p.gives);
+    }
+    if decoded.iter().any(|d| d.expert_gb.is_none() && d.tok_s.is_some()) {
+        text += "  no CMF_NEMO_EXPERT_GB         all experts fit\n";
     }
     text
 }
@@ -417,6 +488,14 @@ mod tests {
         let floats = |layer_us| Completion { act: Activations::F32, ..of(1, layer_us) };
         assert_eq!(choose(&[of(1, 100.0), floats(90.0)]).unwrap().act, Activations::Int8);
         assert_eq!(choose(&[of(1, 100.0), floats(70.0)]).unwrap().act, Activations::F32);
+        let drafts = |depth, tok_s| Decoded { expert_gb: None, depth, threads: None, tok_s, note: String::new() };
+        let depth = |rates: [Option<f64>; 4]| {
+            let tried: Vec<Decoded> = rates.into_iter().enumerate().map(|(i, rate)| drafts(i + 1, rate)).collect();
+            drafting(&tried).map(|d| d.depth)
+        };
+        assert_eq!(depth([Some(10.0), Some(10.2), Some(9.0), None]), Some(1), "a second draft gains 2 % alone");
+        assert_eq!(depth([Some(10.0), Some(12.0), Some(13.0), Some(8.0)]), Some(3));
+        assert_eq!(depth([None; 4]), None);
         assert_eq!((fewer(1), fewer(2), fewer(16)), (vec![], vec![1], vec![8, 15]));
     }
 }

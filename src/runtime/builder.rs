@@ -117,7 +117,9 @@ impl Builder {
             }
         };
         let threads = Mutex::new(Some(threads));
-        Ok(Runtime { shared: Arc::new(Shared { model, facts, sessions, companion, prompter, hearing, threads }) })
+        let draft_depth = knobs.mtp_depth.map(|depth| depth as usize);
+        let shared = Shared { model, facts, sessions, companion, draft_depth, prompter, hearing, threads };
+        Ok(Runtime { shared: Arc::new(shared) })
     }
 }
 

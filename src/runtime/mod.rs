@@ -72,6 +72,8 @@ struct Shared {
     facts: Facts,
     sessions: graph::Handle,
     companion: Arc<dyn Companion>,
+    /// Drafts a round where a session does not say; `None` is what pays.
+    draft_depth: Option<usize>,
     /// Absent where the file has no tokenizer.
     prompter: Option<Prompter>,
     /// Absent where the file has no perception.
@@ -112,7 +114,8 @@ impl Runtime {
         let shared = Arc::clone(&self.shared);
         shared.model.still_intact()?;
         let eos: Arc<[TokenId]> = options.eos.map_or_else(|| shared.model.eos.as_slice().into(), Into::into);
-        let wanted = SessionOptions { eos: Arc::clone(&eos), ..SessionOptions::default() };
+        let depth = options.draft_depth.or(shared.draft_depth);
+        let wanted = SessionOptions { eos: Arc::clone(&eos), depth, ..SessionOptions::default() };
         let handle = shared.sessions.open(wanted).await?;
         Ok(Session::new(shared, handle, eos, options.max_new_tokens, options.keep_rows))
     }

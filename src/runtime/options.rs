@@ -12,6 +12,9 @@ pub struct Options {
     pub max_new_tokens: Option<usize>,
     /// Ids that end the text; the model's own by default. An empty list never ends it.
     pub eos: Option<Vec<TokenId>>,
+    /// Drafts a round, cut to what the device verifies (4 at most); 0 is plain decode. `CMF_NEMO_MTP_DEPTH` by default.
+    /// Without effect where nothing drafts. The ids do not depend on it.
+    pub draft_depth: Option<usize>,
     /// Whether the prompt's rows are kept for [`Tokens::prompt_rows`](super::Tokens::prompt_rows).
     pub keep_rows: bool,
 }

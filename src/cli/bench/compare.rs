@@ -54,7 +54,7 @@ fn row(line: &Map<String, Value>, old: &Value) -> [String; 11] {
     [
         line["device"].as_str().unwrap_or("?").to_owned(),
         budget_of(line),
-        drafts_of(line).to_owned(),
+        drafts_of(line),
         line["prompt_len"].to_string(),
         engine(old),
         prefill,
@@ -82,6 +82,7 @@ fn is_counterpart(line: &Map<String, Value>, old: &Value) -> bool {
         && same("prompt_len")
         && same("mtp_used")
         && same_if_said("act")
+        && same_if_said("draft_depth")
         && (!old["engine"].as_str().is_some_and(|engine| engine.starts_with("riparian")) || same("device"))
         && budget(&line["expert_gb"]) == budget(&old["expert_gb"])
 }
@@ -90,8 +91,13 @@ fn budget_of(line: &Map<String, Value>) -> String {
     line["expert_gb"].as_str().map_or_else(|| "all".to_owned(), |gb| format!("{gb} GB"))
 }
 
-fn drafts_of(line: &Map<String, Value>) -> &'static str {
-    if line["mtp_used"] == true { "on" } else { "off" }
+fn drafts_of(line: &Map<String, Value>) -> String {
+    let depth = line.get("draft_depth").and_then(Value::as_u64);
+    match (line["mtp_used"] == true, depth) {
+        (false, _) => "off".to_owned(),
+        (true, None) => "on".to_owned(),
+        (true, Some(depth)) => format!("{depth} a round"),
+    }
 }
 
 fn label(line: &Map<String, Value>) -> String {

@@ -58,7 +58,10 @@ fn row(line: &Map<String, Value>) -> [String; 12] {
     let number = |value: &Value, digits: usize| value.as_f64().map_or_else(|| "-".into(), |n| format!("{n:.digits$}"));
     let experts = line["expert_gb"].as_str().map_or_else(|| "all".to_owned(), |gb| format!("{gb} GB"));
     let drafts = match line["draft"]["kept_percent"].as_f64() {
-        Some(kept) => format!("{kept:.0} % kept"),
+        Some(kept) => match line["draft_depth"].as_u64() {
+            Some(depth) => format!("{depth}, {kept:.0} % kept"),
+            None => format!("{kept:.0} % kept"),
+        },
         None => "off".to_owned(),
     };
     let spread = format!("{}-{}", number(&line["decode_spread"][0], 1), number(&line["decode_spread"][1], 1));

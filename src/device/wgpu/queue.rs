@@ -6,6 +6,7 @@ use std::time::Duration;
 use tracing::trace_span;
 
 use super::super::params::{Control, Flight};
+use super::super::times::WorkKind;
 use super::core::Core;
 use super::decode::RING;
 use super::landing::{Copied, RECORD_BYTES, Report, Shared, stop};
@@ -131,9 +132,9 @@ impl GpuQueue {
         index
     }
 
-    /// Timestamps for a command buffer of steps or of a pass, where they are asked for.
-    fn stamped(&mut self, pass: bool) -> Option<Recording> {
-        self.stamps.as_mut().and_then(|stamps| stamps.begin(pass).ok().flatten())
+    /// Timestamps for a command buffer of this kind of work, where they are asked for.
+    fn stamped(&mut self, kind: WorkKind) -> Option<Recording> {
+        self.stamps.as_mut().and_then(|stamps| stamps.begin(kind).ok().flatten())
     }
 
     fn end_stamps(&mut self, recording: Option<Recording>, encoder: &mut wgpu::CommandEncoder) {
@@ -323,7 +324,7 @@ impl GpuQueue {
             let at_once = (self.pace.at_once(Unit::BlockRow).min(PASS_BLOCK_ROWS) / n).max(1);
             for first in (0..=blocks).step_by(at_once) {
                 let mut encoder = self.encoder();
-                let mut stamps = self.stamped(true);
+                let mut stamps = self.stamped(WorkKind::Prefill);
                 {
                     let bound = &self.core.slots[slot.index()];
                     let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
@@ -396,7 +397,7 @@ impl GpuQueue {
                 let cut = peeks.next_if(|(point, _)| point.batch == batch);
                 let until = cut.map_or(to, |(point, _)| order_of(*point) + 1);
                 let mut encoder = self.take_open();
-                let mut stamps = self.stamped(false);
+                let mut stamps = self.stamped(if row.is_some() { WorkKind::Prefill } else { WorkKind::Decode });
                 {
                     let bound = &self.core.slots[run.stamp.slot.index()];
                     let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
@@ -416,10 +417,12 @@ impl GpuQueue {
                         (&run.work, &self.core.rounds, &bound.rounds)
                     {
                         if at == 0 {
+                            stamps.iter_mut().for_each(|stamps| stamps.now(WorkKind::Draft));
                             for (ready, groups) in rounds.chain.iter().zip(&bound.chain).take(*depth) {
                                 ready.encode(&mut pass, groups, 1, |_| true, |p, c| stamp(&mut stamps, p, c));
                             }
                         }
+                        stamps.iter_mut().for_each(|stamps| stamps.now(WorkKind::Verify));
                         (ready, groups, rows) =
                             (&rounds.verify[depth - 1], &bound.verify[depth - 1], *depth as u32 + 1);
                     }

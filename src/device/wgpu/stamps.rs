@@ -1,14 +1,14 @@
 //! Device timestamps around every dispatch (`CMF_NEMO_TS`): sums by class, and an event for each.
 //!
 //! An event has the target `riparian::device`, the class, when it began
-//! (`age_us` before the event) and how long it took (`dur_us`), and whether it
-//! belongs to a `step` or a `pass`. The device's clock is set against ours by
+//! (`age_us` before the event) and how long it took (`dur_us`), and the kind of work
+//! it belongs to (`decode`, `prefill`, `draft`, `verify`). The device's clock is set against ours by
 //! the earliest answer seen: an answer is never here before its work is done.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::super::times::ClassTimes;
+use super::super::times::{ClassTimes, WorkKind};
 use super::adapter::Context;
 use super::upload::buffer;
 use crate::device::DeviceError;
@@ -32,10 +32,10 @@ struct Set {
 #[derive(Debug)]
 pub struct Recording {
     set: Set,
-    /// What begins at each stamp; nothing behind the last of a plan.
-    classes: Vec<Option<DispatchClass>>,
+    /// What begins at each stamp, and what for; nothing behind the last of a plan.
+    classes: Vec<(WorkKind, Option<DispatchClass>)>,
     stamps: u32,
-    pass: bool,
+    kind: WorkKind,
 }
 
 /// Stamps on their way back.
@@ -99,13 +99,13 @@ impl Stamps {
         }))
     }
 
-    /// Begins with a command buffer of a step or of a pass.
+    /// Begins with a command buffer of this kind of work.
     ///
     /// # Errors
     ///
     /// [`DeviceError::OutOfMemory`]
-    pub fn begin(&mut self, pass: bool) -> Result<Option<Recording>, DeviceError> {
-        Ok(self.set()?.map(|set| Recording { set, classes: Vec::new(), stamps: 0, pass }))
+    pub fn begin(&mut self, kind: WorkKind) -> Result<Option<Recording>, DeviceError> {
+        Ok(self.set()?.map(|set| Recording { set, classes: Vec::new(), stamps: 0, kind }))
     }
 
     /// Ends a command buffer's stamps.
@@ -157,19 +157,23 @@ impl Stamps {
         let offset_ns = self.offset_ns.map_or(offset_ns, |before| before.min(offset_ns));
         self.offset_ns = Some(offset_ns);
         let now_ns = self.origin.elapsed().as_nanos() as f64;
-        let kind = if recording.pass { "pass" } else { "step" };
-        for (class, pair) in recording.classes.iter().zip(stamps.windows(2)) {
+        for ((kind, class), pair) in recording.classes.iter().zip(stamps.windows(2)) {
             let Some(class) = class else { continue };
             let took_ns = ns(pair[1].saturating_sub(pair[0]));
-            self.times.add(recording.pass, *class, Duration::from_nanos(took_ns as u64));
+            self.times.add(*kind, *class, Duration::from_nanos(took_ns as u64));
             let age_us = (now_ns - (ns(pair[0]) + offset_ns)).max(0.0) / 1e3;
-            let (class, dur_us) = (class.name(), took_ns / 1e3);
+            let (class, kind, dur_us) = (class.name(), kind.name(), took_ns / 1e3);
             tracing::trace!(target: "riparian::device", class, kind, age_us, dur_us);
         }
     }
 }
 
 impl Recording {
+    /// What follows in the command buffer is another kind of work.
+    pub fn now(&mut self, kind: WorkKind) {
+        self.kind = kind;
+    }
+
     /// Before a dispatch of a class, and after the last.
     pub fn stamp(&mut self, pass: &mut wgpu::ComputePass<'_>, class: Option<DispatchClass>) {
         if self.stamps == ROOM {
@@ -177,7 +181,7 @@ impl Recording {
         }
         pass.write_timestamp(&self.set.queries, self.stamps);
         self.stamps += 1;
-        self.classes.push(class);
+        self.classes.push((self.kind, class));
     }
 }
 
