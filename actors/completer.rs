@@ -1,7 +1,7 @@
 //! The host expert completer: computes the experts that a bank did not hold.
 //!
 //! - **Owns** a thread (the host's kernels spread each job over the thread pool), and the costs it has measured.
-//! - **Takes** misses, straight from readback.
+//! - **Takes** misses, straight from readback; sessions whose values are not finite, from the submitter.
 //! - **Gives** an [`Answer`] to the submitter for every job, also one that nobody wants any more or that it died on.
 //! - **May block on** its own arithmetic and on page-in of the experts it reads.
 //! - **Stops** when readback and the submitter are gone, or on shutdown.
@@ -18,8 +18,9 @@ use tracing::{Span, debug_span};
 use super::clock::Clock;
 use super::meter::{Lap, Meter};
 use crate::check;
-use crate::device::{Companion, Completions, Missed, Payload, Stop};
+use crate::device::{Companion, Completions, Missed, Payload, Seed, Stop};
 use crate::host::Spin;
+use crate::ids::{BlockIx, TokenId};
 use crate::invariants::Broken;
 use crate::policy::serve::{ServeCosts, split};
 
@@ -32,8 +33,23 @@ pub enum Message {
         /// When it was read.
         read_at: Duration,
     },
+    /// The submitter: a slot stopped for a value that is not finite, and its device cannot tell which block made it.
+    /// Answered once.
+    Name(Box<Spoiled>),
     /// The submitter: stop behind the present job.
     Shutdown,
+}
+
+/// A session one of whose values is not finite.
+pub struct Spoiled {
+    /// The stop.
+    pub stop: Stop,
+    /// What it began with.
+    pub seed: Option<Arc<Seed>>,
+    /// Its rows, `[n, hidden]`.
+    pub rows: Vec<f32>,
+    /// The ids that came of them.
+    pub ids: Vec<TokenId>,
 }
 
 /// The answer to a job.
@@ -52,6 +68,13 @@ pub enum Answer {
         /// When the miss was read, and when it was answered.
         times: [Duration; 2],
     },
+    /// The block that made a value that is not finite, or why it is not known.
+    Named {
+        /// The stop it was for.
+        stop: Stop,
+        /// What was found.
+        found: Result<BlockIx, String>,
+    },
     /// The job died.
     Failed {
         /// The stop it was for.
@@ -66,7 +89,7 @@ impl Answer {
     #[must_use]
     pub fn stop(&self) -> Stop {
         match self {
-            Answer::Completed { stop, .. } | Answer::Failed { stop, .. } => *stop,
+            Answer::Completed { stop, .. } | Answer::Named { stop, .. } | Answer::Failed { stop, .. } => *stop,
         }
     }
 }
@@ -91,6 +114,16 @@ impl Handle {
         if let Err(error) = self.0.try_send(Message::Complete { missed, read_at }) {
             check!(Bound, error.is_disconnected(), "the channel of jobs is full");
         }
+    }
+
+    /// Asks for a block's name; `false` where nobody is left to answer.
+    #[must_use]
+    pub fn name(&self, spoiled: Spoiled) -> bool {
+        let sent = self.0.try_send(Message::Name(Box::new(spoiled)));
+        if let Err(error) = &sent {
+            check!(Bound, error.is_disconnected(), "the channel of jobs is full");
+        }
+        sent.is_ok()
     }
 
     /// Jobs that wait.
@@ -182,8 +215,12 @@ impl Completer {
                 self.answer(missed.stop, || panic!("a test killed the job"));
                 true
             }
-            Ok(message) => {
-                self.handle(message);
+            Ok(Message::Name(spoiled)) => {
+                self.answer(spoiled.stop, || panic!("a test killed the job"));
+                true
+            }
+            Ok(Message::Shutdown) => {
+                self.handle(Message::Shutdown);
                 true
             }
             Err(_) => false,
@@ -225,6 +262,18 @@ impl Completer {
                     Answer::Completed { stop: missed.stop, made, computed, uploads, times: [read_at, done] }
                 });
                 self.learn(computed, rows.iter().sum(), self.clock.now() - begun, uploads_max > 0);
+            }
+            Message::Name(spoiled) => {
+                let companion = self.companion.clone();
+                let Spoiled { stop, seed, rows, ids } = *spoiled;
+                let _span = debug_span!(
+                    target: "riparian::completer", parent: &self.span, "name", flight = stop.flight.0, ids = ids.len()
+                )
+                .entered();
+                self.answer(stop, || {
+                    let found = companion.first_not_finite(seed.as_deref(), &rows, &ids);
+                    Answer::Named { stop, found }
+                });
             }
             Message::Shutdown => self.ended = true,
         }

@@ -106,6 +106,14 @@ pub enum SessionError {
         /// The first block that did.
         block: BlockIx,
     },
+    /// A value was not finite on a device that cannot tell where, and the host did not find the block either.
+    #[error("block {block} or one before it made a value that is not finite ({why})")]
+    NotFiniteBy {
+        /// The last block that may have.
+        block: BlockIx,
+        /// Why it is not known better.
+        why: String,
+    },
     /// The device failed and no host device could take over.
     #[error(transparent)]
     Device(#[from] DeviceError),

@@ -402,6 +402,15 @@ mod tests {
         fn payload(&self, _: LayerIx, _: ExpertIx) -> Payload {
             unreachable!("readback asks for no bytes")
         }
+
+        fn first_not_finite(
+            &self,
+            _: Option<&crate::device::Seed>,
+            _: &[f32],
+            _: &[TokenId],
+        ) -> Result<crate::ids::BlockIx, String> {
+            unreachable!("readback asks for no block")
+        }
     }
 
     /// Readback alone: a board in place of the device.

@@ -22,7 +22,7 @@ use tracing::{Span, debug, debug_span, field, info, info_span, trace, warn};
 
 use super::admission::{self, Observed};
 use super::clock::Clock;
-use super::completer::{self, Answer};
+use super::completer::{self, Answer, Spoiled};
 use super::drafts::{self, Advice};
 use super::meter::{Lap, Meter};
 use super::payload::{
@@ -36,7 +36,7 @@ use crate::device::{
     Queue, Read, Run, Staging, Stamp, Stop, StopKind, UNLANDED_MAX, UploadStaging, Wait, Work,
 };
 use crate::host::Spin;
-use crate::ids::{FlightId, LayerIx, PlaceIx, Position, SessionId, SlotIx, TokenId, Turn};
+use crate::ids::{BlockIx, FlightId, LayerIx, PlaceIx, Position, SessionId, SlotIx, TokenId, Turn};
 use crate::invariants::{Broken, violations};
 use crate::policy::ahead::{Ahead, AheadOptions};
 use crate::policy::drafts::FlightOutcome;
@@ -835,7 +835,7 @@ impl Submitter {
                 session.current = work;
             }
             StopKind::Miss => {}
-            StopKind::Short | StopKind::End | StopKind::NotFinite(_) => {
+            StopKind::Short | StopKind::End | StopKind::NotFinite(_) | StopKind::NotFiniteBy(_) => {
                 session.next = Point::start_of(batch + 1);
                 session.current = None;
             }
@@ -863,6 +863,10 @@ impl Submitter {
                 session.stats.completed += computed;
                 session.cure = Some((stop, Cure::Resume { made, uploads, times: [read_at, taken] }));
             }
+            (Some(id), Answer::Named { found, .. }) => self.named(id, stop, found),
+            (Some(id), Answer::Failed { why, .. }) if matches!(stop.kind, StopKind::NotFiniteBy(_)) => {
+                self.named(id, stop, Err(why));
+            }
             (Some(id), Answer::Failed { why, .. }) => {
                 let error = SessionError::Completion { layer: stop.point.layer, why };
                 self.finish(id, FinishReason::Failed(error));
@@ -875,6 +879,29 @@ impl Submitter {
             (None, _) => trace!(target: "riparian::submitter", ?stop, "late answer"),
         }
         self.free_slots();
+    }
+
+    /// The session's end waits for the name of the block, as a miss waits for its completions.
+    fn ask_for_the_block(&mut self, id: SessionId, stop: Stop, block: BlockIx) {
+        self.know(id, stop);
+        let session = &self.sessions[&id];
+        let (seed, rows) = (session.options.seed.clone(), session.rows.clone());
+        let spoiled = Spoiled { stop, seed, rows, ids: session.ids[session.replayed..].to_vec() };
+        warn!(target: "riparian::submitter", session = id.0, %block, "a value is not finite");
+        if self.completer.name(spoiled) {
+            self.slots[stop.slot.index()].jobs += 1;
+        } else {
+            self.named(id, stop, Err("the completer has ended".into()));
+        }
+    }
+
+    fn named(&mut self, id: SessionId, stop: Stop, found: Result<BlockIx, String>) {
+        let StopKind::NotFiniteBy(by) = stop.kind else { return };
+        let error = found.map_or_else(
+            |why| SessionError::NotFiniteBy { block: by, why },
+            |block| SessionError::NotFinite { block },
+        );
+        self.finish(id, FinishReason::Failed(error));
     }
 
     fn reuses_at_once(&self) -> bool {
@@ -935,6 +962,7 @@ impl Submitter {
                 StopKind::NotFinite(block) => {
                     self.finish(session, FinishReason::Failed(SessionError::NotFinite { block }));
                 }
+                StopKind::NotFiniteBy(block) => self.ask_for_the_block(session, stop, block),
             }
         }
         if self.options.broken.is(Broken::NoEndStop)
@@ -1112,7 +1140,9 @@ impl Submitter {
                 self.fail_all();
             }
             "completer" => {
-                if !self.facts.is_full() {
+                if self.facts.is_full() {
+                    self.nobody_names();
+                } else {
                     self.health = Health::Dead(SessionError::Gone { actor });
                     self.fail_all();
                 }
@@ -1121,6 +1151,19 @@ impl Submitter {
             _ => self.drafts = None,
         }
         warn!(target: "riparian::submitter", actor, "an actor has ended");
+    }
+
+    /// Nothing misses, so that sessions go on without the completer, but for those that wait for a block's name.
+    fn nobody_names(&mut self) {
+        self.slots.iter_mut().for_each(|slot| slot.jobs = 0);
+        let waiting = self.sessions.iter().filter_map(|(id, session)| {
+            let stop = session.known.filter(|stop| matches!(stop.kind, StopKind::NotFiniteBy(_)))?;
+            session.is_open().then_some((*id, stop))
+        });
+        for (id, stop) in waiting.collect::<Vec<_>>() {
+            self.named(id, stop, Err("the completer has ended".into()));
+        }
+        self.free_slots();
     }
 
     fn fail_all(&mut self) {

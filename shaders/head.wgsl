@@ -3,7 +3,8 @@
 // x       f32 [rows, COLS]
 // best    [rows, groups]: logit (f32 bits) and id
 // logits  f32 [rows, vocab], written where asked for
-// A workgroup computes BLOCK rows of the head; ties go to the lower id. `model.md` §1.2, §1.8.
+// A workgroup computes BLOCK rows of the head; ties go to the lower id. A logit that is no number or +inf leaves its row
+// without an id. `model.md` §1.2, §1.8.
 
 struct Params {
     norm: u32,
@@ -28,6 +29,10 @@ struct Params {
 @group(0) @binding(6) var<storage, read_write> best: array<vec2<u32>>; // [rows, groups]
 @group(0) @binding(7) var<storage, read_write> logits: array<f32>; // [rows, vocab]
 
+// bits of -inf, an honest logit
+const MINUS_INFINITY: u32 = 0xff800000u;
+const LARGEST: f32 = 3.4028234e38;
+
 override BLOCK: u32;
 override BEST_CELLS: u32; // ROWS * WG / 4
 
@@ -46,7 +51,7 @@ fn main(ids: Ids) {
     var id: array<u32, ROWS>;
     for (var r = 0u; r < ROWS; r++) {
         value[r] = -3.4e38;
-        id[r] = 0xffffffffu;
+        id[r] = NONE;
     }
     for (var t = 0u; t < BLOCK; t += teams(ids) * WIDE) {
         let row = block + t + team(ids) * WIDE;
@@ -56,7 +61,11 @@ fn main(ids: Ids) {
             if (t + team(ids) * WIDE + q < BLOCK && row + q < params.rows) {
                 for (var r = 0u; r < ROWS; r++) {
                     let y = sums[q * ROWS + r];
-                    if (y > value[r]) {
+                    if (!is_finite(y) && bitcast<u32>(y) != MINUS_INFINITY) {
+                        // no id is better than this one, which none is
+                        value[r] = LARGEST;
+                        id[r] = NONE;
+                    } else if (y > value[r]) {
                         value[r] = y;
                         id[r] = params.first_id + row + q;
                     }

@@ -1,12 +1,14 @@
 //! Where our own code parks and wakes threads, under a scheduler that tries their orders: a software device's queue
 //! (`src/device/worker.rs`) and its landings (`src/device/board.rs`), compiled here from the crate's own files over
-//! shuttle's locks. The actors' channels are crossbeam's and tokio's; the host's thread pool is rayon's.
+//! shuttle's locks; and the host's team of threads (`src/host/team.rs`), whose text `build.rs` puts over shuttle's atomics,
+//! locks and threads. The actors' channels are crossbeam's and tokio's.
 
 #![allow(dead_code, reason = "the files are the crate's, this uses a part of them")]
 
 pub(crate) use riparian::{check, ids, invariants};
 
 mod device;
+pub mod team;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -10,7 +10,8 @@ fn residual16(row: u32, unit: u32) -> Sixteen {
     return Sixteen(x[at], x[at + 1u], x[at + 2u], x[at + 3u]);
 }
 
-// 1 / rms of ROWS rows from `first`; rows past `rows` give 0. In uniform control flow.
+// 1 / rms of ROWS rows from `first`; rows past `rows` give 0, those whose squares overflow or are no numbers NaN, which
+// has to reach the head: 1 / sqrt of infinity would be 0, and the row a plausible one. In uniform control flow.
 fn norm_scales(ids: Ids, first: u32, rows: u32) -> array<f32, ROWS> {
     var out: array<f32, ROWS>;
     for (var r = 0u; r < ROWS; r++) {
@@ -31,7 +32,8 @@ fn norm_scales(ids: Ids, first: u32, rows: u32) -> array<f32, ROWS> {
         for (var t = 0u; t < teams(ids); t++) {
             sum += norm_cells[r * (WG / 4u) + t];
         }
-        out[r] = select(0.0, inverseSqrt(sum / f32(HIDDEN) + EPS), first + r < rows);
+        let scale = select(poison(sum), inverseSqrt(sum / f32(HIDDEN) + EPS), is_finite(sum));
+        out[r] = select(0.0, scale, first + r < rows);
     }
     return out;
 }

@@ -30,7 +30,7 @@ fn prepare(ids: Ids, j: u32) {
         for (var i = 0u; i < share; i++) {
             sum += wide_cells[ids.local * share + i];
         }
-        group_scale_of[ids.local] = inverseSqrt(sum / f32(width) + params.eps);
+        group_scale_of[ids.local] = select(poison(sum), inverseSqrt(sum / f32(width) + params.eps), is_finite(sum));
     }
     workgroupBarrier();
 }

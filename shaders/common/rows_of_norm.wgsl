@@ -24,7 +24,8 @@ fn prepare(ids: Ids, j: u32) {
             let v = loaded4(c4);
             sum += dot(v, v);
         }
-        norm_scale = inverseSqrt(wide_sum(ids, sum) / f32(params.width) + params.eps);
+        let all = wide_sum(ids, sum);
+        norm_scale = select(poison(all), inverseSqrt(all / f32(params.width) + params.eps), is_finite(all));
     }
 }
 

@@ -10,5 +10,6 @@ fn source16(row: u32, unit: u32) -> Sixteen {
     for (var i = 0u; i < GROUP_CELLS; i++) {
         sum += squares_of[row * CELLS + group * GROUP_CELLS + i];
     }
-    return times(scaled(inner16(row, unit), inverseSqrt(sum / f32(GROUP_COLS) + EPS)), floats16(params.norm, unit));
+    let scale = select(poison(sum), inverseSqrt(sum / f32(GROUP_COLS) + EPS), is_finite(sum));
+    return times(scaled(inner16(row, unit), scale), floats16(params.norm, unit));
 }

@@ -10,6 +10,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::machine::{Machine, Maths, Micro, Routed};
 use super::{
@@ -31,6 +32,12 @@ const STAGING: usize = UNLANDED_MAX + 8;
 
 /// Uploads under way: as many as an admission round moves.
 const UPLOAD_STAGING: usize = 8;
+
+/// Rows between two looks at the clock while a block is searched for.
+const REPLAY_ROWS: usize = 16;
+
+/// How long a block is searched for: misses of other sessions wait as long.
+const REPLAY_WITHIN: Duration = Duration::from_secs(5);
 
 /// What of the host's shape is a choice.
 #[derive(Clone, Debug, PartialEq)]
@@ -199,10 +206,43 @@ impl Companion for HostCompanion {
         let expert_weights = &moe.experts[expert.index()];
         Payload::new(layer, expert, [expert_weights.up.payload(), expert_weights.down.payload()].concat())
     }
+
+    fn first_not_finite(&self, seed: Option<&Seed>, rows: &[f32], ids: &[TokenId]) -> Result<BlockIx, String> {
+        let (decoder, hidden, begun) = (&self.decoder, self.decoder.geometry().hidden, Instant::now());
+        let mut state =
+            seed.map_or_else(|| SequenceState::new(decoder.geometry()), |seed| SequenceState::clone(&seed.state));
+        let ids: Vec<f32> = ids.iter().flat_map(|id| embed(decoder, *id)).collect();
+        let mut last = Vec::new();
+        for some in rows.chunks(REPLAY_ROWS * hidden).chain(ids.chunks(REPLAY_ROWS * hidden)) {
+            if begun.elapsed() > REPLAY_WITHIN {
+                let (at, of) = (state.position, rows.len().div_ceil(hidden) + ids.len() / hidden);
+                return Err(format!("the host got to {at} of {of} rows in {} s", REPLAY_WITHIN.as_secs()));
+            }
+            decoder.still_readable()?;
+            last = some.to_vec();
+            if let Err(error) = decoder.forward(&mut last, &mut state, &mut ()) {
+                return Ok(block_of(decoder, error));
+            }
+        }
+        let head = decoder.final_norm(&last[last.len().saturating_sub(hidden)..]).and_then(|row| decoder.head(&row));
+        match head {
+            Err(error) => Ok(block_of(decoder, error)),
+            Ok(_) => Err("on the host all of them are finite".into()),
+        }
+    }
 }
 
 fn rows_of(wanted: &[(ExpertIx, Vec<u32>)]) -> Vec<ExpertRows> {
     wanted.iter().map(|(expert, rows)| ExpertRows { expert: *expert, rows: rows.clone() }).collect()
+}
+
+/// The block to name. The input counts as the first one's, the head as the last one's.
+fn block_of(decoder: &Decoder, error: NotFinite) -> BlockIx {
+    match error.place {
+        Place::Input => BlockIx(0),
+        Place::Block(block) => block,
+        Place::Draft | Place::Head => BlockIx::from(decoder.geometry().blocks.len() - 1),
+    }
 }
 
 fn embed(decoder: &Decoder, id: TokenId) -> Vec<f32> {
@@ -267,13 +307,8 @@ impl HostMaths {
         Ok(())
     }
 
-    /// The block to name. The input counts as the first one's, the head as the last one's.
     fn block_of(&self, error: NotFinite) -> BlockIx {
-        match error.place {
-            Place::Input => BlockIx(0),
-            Place::Block(block) => block,
-            Place::Draft | Place::Head => BlockIx::from(self.decoder.geometry().blocks.len() - 1),
-        }
+        block_of(&self.decoder, error)
     }
 
     fn begin(&self, sequence: &mut Sequence) {

@@ -136,7 +136,7 @@ kernels! {
 
 commons! {
     "columns_bf16" "columns_f32" "columns_q4" "columns_q8" "coop_head" "encode_f32" "encode_fuse_params"
-    "encode_gate_params" "encode_half" "encode_int8" "encode_rows_params" "group32" "half_q4" "half_q8" "matmat"
+    "encode_gate_params" "encode_half" "encode_int8" "encode_rows_params" "finite" "group32" "half_q4" "half_q8" "matmat"
     "pass_experts" "pass_rows" "rows_of_fuse" "rows_of_gate" "rows_of_norm" "wide_reduce"
     "cells" "choose" "parts_all" "parts_step" "picked_1" "picked_1_rows" "picked_2" "picked_n" "unite_1" "unite_n" "embed_bf16" "embed_f32" "embed_q8" "exact_bf16" "exact_f32" "guard" "guard_read" "guard_write"
     "halt_missing" "halt_never"     "in_f32" "in_linear" "in_nibble" "none" "norm" "out_f32" "out_linear" "out_nibble" "own_miss" "products_1" "products_1_rows" "products_2" "products_2_rows" "products_4" "products_4_rows" "products_n" "q4_f32"
@@ -371,12 +371,12 @@ impl Kernel {
         match self.name {
             "norm_proj" | "head" => {
                 commons.extend(&products);
-                commons.extend(["norm", "staged", input.input()]);
+                commons.extend(["finite", "norm", "staged", input.input()]);
                 commons.extend(choice.format.codec(input));
             }
             "moe_in" => {
                 commons.extend(&products);
-                commons.extend(["norm", "staged", "cells", input.input(), choice.out.output()]);
+                commons.extend(["finite", "norm", "staged", "cells", input.input(), choice.out.output()]);
                 commons.extend(choice.format.codec(input));
             }
             "route" => commons.extend([
@@ -411,7 +411,7 @@ impl Kernel {
             "ssm_step" => commons.push(rows),
             "close_proj" => {
                 commons.extend(&products);
-                commons.extend(["staged", input.input()]);
+                commons.extend(["finite", "staged", input.input()]);
                 commons.push(if choice.group_norm { "source_group_norm" } else { "source_plain" });
                 commons.extend(choice.format.codec(input));
             }

@@ -240,6 +240,8 @@ pub(crate) struct Machine<M: Maths> {
     bank: Vec<Vec<Option<ExpertIx>>>,
     /// Time that flights took since the last landing; the driver adds to it.
     pub(crate) busy: Option<Duration>,
+    /// Whether it tells which block made a value that is not finite, as an adapter does not.
+    pub(crate) names_blocks: bool,
     pub(crate) broken: Broken,
 }
 
@@ -270,7 +272,7 @@ impl<M: Maths> Machine<M> {
         }
         let slots = (0..facts.slots).map(|_| slot()).collect();
         let partial = !facts.is_full();
-        Self { maths, facts, partial, slots, map, bank, busy: None, broken: Broken::No }
+        Self { maths, facts, partial, slots, map, bank, busy: None, names_blocks: true, broken: Broken::No }
     }
 
     /// Runs one entry. What it leaves in a staging buffer is returned.
@@ -362,6 +364,10 @@ impl<M: Maths> Machine<M> {
         slot.state.is_some() && slot.turn == stamp.turn && slot.stop.is_none()
     }
 
+    fn not_finite(&self, block: BlockIx) -> StopKind {
+        if self.names_blocks { StopKind::NotFinite(block) } else { StopKind::NotFiniteBy(block) }
+    }
+
     /// Where a slot's scratch lies: its own place, but for one broken way.
     fn scratch_of(&self, stamp: Stamp) -> usize {
         if self.broken.is(Broken::SharedScratch) { 0 } else { stamp.slot.index() }
@@ -383,7 +389,10 @@ impl<M: Maths> Machine<M> {
         let state = slot.state.as_mut().expect("live");
         let snapshots = scratch.n > 1 && !matches!(run.work, Work::Prefill(_));
         match self.maths.route(state, point.layer, &mut scratch.rows, snapshots) {
-            Err(block) => slot.stop = Some(stop_of(StopKind::NotFinite(block), stamp, point)),
+            Err(block) => {
+                let kind = self.not_finite(block);
+                self.slots[at].stop = Some(stop_of(kind, stamp, point));
+            }
             Ok(routed) => {
                 let map = &self.map[point.layer.index()];
                 scratch.places = routed.picks.iter().map(|expert| map[expert.index()]).collect();
@@ -507,7 +516,10 @@ impl<M: Maths> Machine<M> {
         scratch.rows = rows;
         let slot = &mut self.slots[at];
         match done {
-            Err(block) => slot.stop = Some(stop_of(StopKind::NotFinite(block), stamp, point)),
+            Err(block) => {
+                let kind = self.not_finite(block);
+                self.slots[at].stop = Some(stop_of(kind, stamp, point));
+            }
             // The last layer's sum leaves the cursor to the accept behind it.
             Ok(()) if point.next(self.facts.layers).is_batch_start() => {}
             Ok(()) => slot.cursor = point.next(self.facts.layers),
@@ -532,7 +544,10 @@ impl<M: Maths> Machine<M> {
             _ => (0, true),
         };
         match self.maths.finish(state, &mut scratch.rows, first, decode && scratch.n > 1) {
-            Err(block) => slot.stop = Some(stop_of(StopKind::NotFinite(block), stamp, point)),
+            Err(block) => {
+                let kind = self.not_finite(block);
+                self.slots[at].stop = Some(stop_of(kind, stamp, point));
+            }
             Ok(ids) => {
                 slot.cursor = Point::start_of(point.batch + 1);
                 let out = out_of(&mut slot.out, stamp.flight);

@@ -260,6 +260,9 @@ pub enum StopKind {
     End,
     /// A value of this block's output was not finite: no token comes of it. Cure: [`Item::Retire`].
     NotFinite(BlockIx),
+    /// As [`NotFinite`](Self::NotFinite), of a device that cannot tell which block it was: this one, or one before it.
+    /// [`Companion::first_not_finite`] finds it.
+    NotFiniteBy(BlockIx),
 }
 
 /// What halted a slot. `(slot, turn)` names it: a turn has at most one stop.
@@ -710,6 +713,14 @@ pub trait Companion: Send + Sync {
 
     /// The bytes of an expert, read through.
     fn payload(&self, layer: LayerIx, expert: ExpertIx) -> Payload;
+
+    /// The block that first makes a value that is not finite of a session's rows `[n, hidden]` and the embeddings of its
+    /// ids, from its seed on. Bounded in time.
+    ///
+    /// # Errors
+    ///
+    /// Why none can be named.
+    fn first_not_finite(&self, seed: Option<&Seed>, rows: &[f32], ids: &[TokenId]) -> Result<BlockIx, String>;
 }
 
 /// What can go wrong with a device.

@@ -103,7 +103,7 @@ impl Kernel {
         let mut commons = Vec::new();
         match self.name {
             "prefill_encode" => {
-                commons.extend(["team_none", "guard", "guard_read", "own_miss", "none"]);
+                commons.extend(["team_none", "guard", "guard_read", "own_miss", "none", "finite"]);
                 commons.extend(match choice.source {
                     Source::Rows => ["encode_rows_params", "wide_reduce", "rows_of_norm"],
                     Source::Gate => ["encode_gate_params", "wide_reduce", "rows_of_gate"],

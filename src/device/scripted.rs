@@ -67,6 +67,8 @@ pub struct Script {
     pub upload_staging: usize,
     /// As in [`Facts`].
     pub landing_deadline: Option<Duration>,
+    /// Whether it tells which block made a value that is not finite, as an adapter does not.
+    pub names_blocks: bool,
     /// For tests of the tests.
     #[doc(hidden)]
     pub broken: Broken,
@@ -93,6 +95,7 @@ impl Default for Script {
             staging: 8,
             upload_staging: 2,
             landing_deadline: None,
+            names_blocks: true,
             broken: Broken::No,
         }
     }
@@ -136,7 +139,7 @@ impl Script {
     #[must_use]
     pub fn stepped(&self) -> (ScriptedDevice, Hand) {
         let mut machine = Machine::new(ChainMaths { model: self.model() }, self.facts());
-        machine.broken = self.broken;
+        (machine.names_blocks, machine.broken) = (self.names_blocks, self.broken);
         let shared = Arc::new(Stepped {
             board: Arc::new(Board::default()),
             inner: Mutex::new(Inner { machine, queue: VecDeque::new(), hangs: false }),
@@ -331,6 +334,11 @@ impl Companion for ChainModel {
     fn payload(&self, layer: LayerIx, expert: ExpertIx) -> Payload {
         Payload::new(layer, expert, vec![layer.0 as u8 ^ 0x5A, expert.0 as u8, 3, 4, 5])
     }
+
+    fn first_not_finite(&self, _: Option<&Seed>, rows: &[f32], _: &[TokenId]) -> Result<BlockIx, String> {
+        // Its own values are always finite, so the rows were not.
+        if rows.iter().any(|x| !x.is_finite()) { Ok(BlockIx(0)) } else { Err("all rows are finite".into()) }
+    }
 }
 
 // ------------------------------------------------------------------ the model on the machine
@@ -510,7 +518,7 @@ impl Device for ScriptedDevice {
             }
             Drive::Threaded(script, delay, dies_at) => {
                 let mut machine = Machine::new(ChainMaths { model: script.model() }, self.facts);
-                machine.broken = script.broken;
+                (machine.names_blocks, machine.broken) = (script.names_blocks, script.broken);
                 let (mut draw, mut steps) = (script.seed, 0);
                 let pace = move |micro: &Micro| {
                     // A panic, as a driver's or a kernel's would be.

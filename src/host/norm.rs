@@ -41,7 +41,9 @@ pub(crate) fn gated_groups(o: &mut [f32], z: &[f32], w: &[f32], groups: usize, e
         for (o, z) in o.iter_mut().zip(z) {
             *o *= math::silu(*z);
         }
-        let factor = 1.0 / (mean_square(o) + eps).sqrt();
+        let mean = mean_square(o);
+        // Squares that overflow would make the group 0, a plausible value: NaN is noticed in the block's output.
+        let factor = if mean.is_finite() { 1.0 / (mean + eps).sqrt() } else { f32::NAN };
         for (o, w) in o.iter_mut().zip(w) {
             *o *= factor * w;
         }

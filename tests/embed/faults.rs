@@ -130,6 +130,29 @@ async fn a_model_file_that_changed_refuses_new_sessions() {
     }
 }
 
+/// Files whose reads fail, mapped or not: an error of the open that names the file.
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn a_file_that_cannot_be_read_is_an_error_of_the_build() {
+    // A regular file to the system, with a length: reads of it fail, or end before that.
+    for path in ["/sys/class/net/lo/speed", "/sys/kernel/mm/transparent_hugepage/enabled"].map(Path::new) {
+        for mmap in [true, false].into_iter().filter(|_| path.exists()) {
+            let error = Runtime::builder(path).knobs(Knobs { mmap, ..on_host() }).build().await.unwrap_err();
+            assert!(matches!(error, Error::Model(_)), "{error}");
+            assert!(error.to_string().contains(path.to_str().unwrap()), "mapped {mmap}: {error}");
+        }
+    }
+}
+
+/// The loader's death reaches whoever builds.
+#[tokio::test]
+async fn a_loader_that_dies_is_an_error_of_the_build() {
+    let dies = |_| panic!("a test kills the loader");
+    let built = Runtime::builder(asset("tiny-transcribe.cmf")).knobs(on_host()).on_progress(dies).build().await;
+    let error = built.unwrap_err();
+    assert!(matches!(error, Error::Session(SessionError::Gone { actor: "loader" })), "{error}");
+}
+
 #[tokio::test]
 async fn a_cancelled_transcription_keeps_its_transcript() {
     let runtime = runtime().await;

@@ -7,22 +7,25 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crossbeam_channel::{Sender, bounded};
 use riparian::actors::clock::Clock;
 use riparian::actors::drafts::Drafter;
-use riparian::actors::payload::{Event, FinishReason, SessionError, SessionOptions};
+use riparian::actors::payload::{Event, FETCHES_MAX, Fetch, Fetched, FinishReason, SessionError, SessionOptions};
 use riparian::actors::session::SessionHandle;
 use riparian::actors::submitter::{Fallback, Source};
 use riparian::actors::{Graph, GraphOptions, Running, Setup};
-use riparian::device::host::{HostDevice, HostOptions};
+use riparian::device::host::{HostCompanion, HostDevice, HostOptions};
 use riparian::device::scripted::{ChainModel, Hand, Script};
 use riparian::device::{
     Companion, Completions, Device, DeviceError, DraftAbility, Facts, Halves, Item, Landing, Landings, Missed, Payload,
-    Queue, Wait,
+    Queue, Seed, Stager, Wait,
 };
 use riparian::host::{Decoder, Pool};
 use riparian::ids::{BlockIx, ExpertIx, LayerIx, SessionId, TokenId};
 use riparian::knobs::Activations;
+use riparian::model::state::SequenceState;
 use riparian::model::{Model, OpenOptions, open};
+use riparian::policy::admission::AdmissionOptions;
 
 use crate::host::{MODES, TRAINED, bank, counters, decode, decoders, plain, prompt, start, start_with};
 use crate::simulation::{ModelDrafter, Prompts};
@@ -56,18 +59,23 @@ pub(crate) struct Spoiled {
     pub(crate) wait: Before,
     /// Dropping the landings panics, as nothing of ours does.
     pub(crate) dies_dropped: bool,
+    pub(crate) stager: Option<Arc<dyn Stager>>,
 }
 
 impl Spoiled {
     pub(crate) fn new(device: Box<dyn Device>) -> Self {
         let facts = device.facts().clone();
-        Self { device, facts, append: Box::new(|| Ok(())), wait: Box::new(|| Ok(())), dies_dropped: false }
+        Self { device, facts, append: Box::new(|| Ok(())), wait: Box::new(|| Ok(())), dies_dropped: false, stager: None }
     }
 }
 
 impl Device for Spoiled {
     fn facts(&self) -> &Facts {
         &self.facts
+    }
+
+    fn stager(&self) -> Option<Arc<dyn Stager>> {
+        self.stager.clone().or_else(|| self.device.stager())
     }
 
     fn split(self: Box<Self>) -> Halves {
@@ -116,7 +124,8 @@ impl Drop for SpoiledLandings {
 /// The script's model beside the device, until a test wants no more of it.
 struct Spoiler {
     model: ChainModel,
-    completes: bool,
+    /// What a job does first.
+    job: fn(),
     embeds: bool,
 }
 
@@ -127,17 +136,22 @@ impl Companion for Spoiler {
     }
 
     fn complete(&self, missed: &Missed, leave: &[ExpertIx]) -> Completions {
-        assert!(self.completes, "a test kills the job");
+        (self.job)();
         Companion::complete(&self.model, missed, leave)
     }
 
     fn payload(&self, layer: LayerIx, expert: ExpertIx) -> Payload {
         self.model.payload(layer, expert)
     }
+
+    fn first_not_finite(&self, seed: Option<&Seed>, rows: &[f32], ids: &[TokenId]) -> Result<BlockIx, String> {
+        (self.job)();
+        self.model.first_not_finite(seed, rows, ids)
+    }
 }
 
 fn spoiler(script: &Script) -> Spoiler {
-    Spoiler { model: script.model(), completes: true, embeds: true }
+    Spoiler { model: script.model(), job: || (), embeds: true }
 }
 
 fn graph(
@@ -146,11 +160,22 @@ fn graph(
     fallback: Option<Fallback>,
     drafter: Option<Box<dyn Drafter>>,
 ) -> Running {
+    graph_with(device, companion, fallback, drafter, None)
+}
+
+fn graph_with(
+    device: Box<dyn Device>,
+    companion: Spoiler,
+    fallback: Option<Fallback>,
+    drafter: Option<Box<dyn Drafter>>,
+    fetches: Option<Sender<Fetch>>,
+) -> Running {
     let mut options = GraphOptions::default();
     options.submitter.ahead.batches_max = 3;
+    options.admission = Some(AdmissionOptions { positions_per_upload: 1, ..AdmissionOptions::default() });
     let clock = Clock::machine();
     let companion = Arc::new(companion);
-    Graph::assemble(Setup { device, companion, fallback, fetches: None, drafter, options, clock }).start().unwrap()
+    Graph::assemble(Setup { device, companion, fallback, fetches, drafter, options, clock }).start().unwrap()
 }
 
 fn script(drafts: DraftAbility) -> Script {
@@ -313,7 +338,7 @@ fn a_job_that_panics_fails_its_session_and_no_other() {
         let misses = Script { miss_one_in: 1, ..script(DraftAbility::None) };
         let running = graph(
             Box::new(misses.threaded(Duration::ZERO, None)),
-            Spoiler { completes: false, ..spoiler(&misses) },
+            Spoiler { job: || panic!("a test kills the job"), ..spoiler(&misses) },
             None,
             None,
         );
@@ -330,6 +355,85 @@ fn a_job_that_panics_fails_its_session_and_no_other() {
         assert_eq!((seen.sessions_open, seen.flights_live, seen.violations), (0, 0, 0));
         running.stop();
     });
+}
+
+/// What the completer's thread does not survive: a panic whose payload panics when it is let go.
+fn kills_the_completer() {
+    struct Bomb;
+    impl Drop for Bomb {
+        fn drop(&mut self) {
+            assert!(thread::panicking(), "a test kills the completer");
+        }
+    }
+    std::panic::panic_any(Bomb);
+}
+
+#[test]
+fn a_completer_that_dies_fails_the_sessions_with_its_name() {
+    in_time("a dead completer", || {
+        let misses = Script { miss_one_in: 2, ..script(DraftAbility::None) };
+        let device = Box::new(misses.threaded(Duration::ZERO, None));
+        let companion = Spoiler { job: kills_the_completer, ..spoiler(&misses) };
+        let running = graph(device, companion, None, None);
+        let handles: Vec<_> = (0..3)
+            .map(|user| {
+                let handle = running.handle().try_open(SessionOptions::default()).unwrap();
+                drop(handle.start_feed(rows(&misses, user, 9)).unwrap());
+                handle.decode(None).unwrap();
+                handle
+            })
+            .collect();
+        let late = running.handle().try_open(SessionOptions::default()).unwrap();
+        for mut handle in handles.into_iter().chain([late]) {
+            let gone = SessionError::Gone { actor: "completer" };
+            assert_eq!(drain(&mut handle).1, Some(FinishReason::Failed(gone)));
+        }
+        running.stop();
+    });
+}
+
+/// Nobody waits for admissions: without them sessions are slower, and whole.
+#[test]
+fn an_admission_manager_or_loader_that_dies_costs_nothing_but_admissions() {
+    struct Dies;
+    impl Stager for Dies {
+        fn stage(&self, _: Arc<Payload>) -> Result<Arc<Payload>, DeviceError> {
+            panic!("a test kills the admission manager");
+        }
+    }
+    for loader_dies in [false, true] {
+        in_time("a dead admission manager", move || {
+            let script = Script { miss_one_in: 2, ..script(DraftAbility::None) };
+            let (fetches, fetched) = bounded::<Fetch>(FETCHES_MAX);
+            let model = script.model();
+            let (asked, was_asked) = channel();
+            let loader = thread::spawn(move || {
+                for Fetch { layer, expert, reply } in fetched {
+                    let _ = asked.send(());
+                    assert!(!loader_dies, "a test kills the loader");
+                    let payload = Ok(Arc::new(Companion::payload(&model, layer, expert)));
+                    let _ = reply.try_send(Fetched { layer, expert, payload });
+                }
+            });
+            let mut device = Spoiled::new(Box::new(script.threaded(Duration::ZERO, None)));
+            device.stager = Some(Arc::new(Dies));
+            let running = graph_with(Box::new(device), spoiler(&script), None, None, Some(fetches));
+            for user in 0..4 {
+                let mut handle = running.handle().try_open(SessionOptions::default()).unwrap();
+                let prompt = rows(&script, user, 9);
+                handle.start_feed(prompt.clone()).unwrap().blocking_recv().unwrap().unwrap();
+                handle.decode(None).unwrap();
+                let plain = script.model().plain(&prompt, &[], usize::MAX, 48);
+                assert_eq!(drain(&mut handle), (plain, Some(FinishReason::Length)), "loader dies: {loader_dies}");
+            }
+            // It has been asked by now, or is about to be: and that ends it.
+            was_asked.recv().expect("something was to be admitted");
+            let seen = counters(&running);
+            assert_eq!((seen.admitted, seen.sessions_open, seen.violations), (0, 0, 0));
+            running.stop();
+            assert_eq!(loader.join().is_err(), loader_dies, "the loader ends with whoever asks it");
+        });
+    }
 }
 
 #[test]
@@ -512,6 +616,73 @@ fn an_overflow_names_its_block() {
             }
         }
     }
+}
+
+/// A device that notices, and cannot tell where: the completer looks for the block, and whatever becomes of that, there
+/// is an error that says what is known.
+#[test]
+fn a_block_that_nobody_names_is_an_error_all_the_same() {
+    let full = Script { places: 6, miss_one_in: 0, names_blocks: false, ..script(DraftAbility::None) };
+    let jobs: [(fn(), &str); 3] = [
+        (|| (), ""),
+        (|| panic!("a test kills the job"), "a test kills the job"),
+        (kills_the_completer, "the completer has ended"),
+    ];
+    for (job, says) in jobs {
+        let full = full.clone();
+        in_time("a block without a name", move || {
+            let running =
+                graph(Box::new(full.threaded(Duration::ZERO, None)), Spoiler { job, ..spoiler(&full) }, None, None);
+            for user in 0..4 {
+                let mut handle = running.handle().try_open(SessionOptions::default()).unwrap();
+                let mut prompt = rows(&full, user, 9);
+                // Every other session is as it should be.
+                if user % 2 == 0 {
+                    prompt[7] = f32::NAN;
+                }
+                drop(handle.start_feed(prompt.clone()).unwrap());
+                handle.decode(None).unwrap();
+                let got = drain(&mut handle);
+                match (user % 2, &got.1) {
+                    (1, end) => {
+                        assert_eq!(*end, Some(FinishReason::Length));
+                        assert_eq!(got.0, full.model().plain(&prompt, &[], usize::MAX, 48));
+                    }
+                    (_, Some(FinishReason::Failed(SessionError::NotFinite { block }))) => {
+                        assert_eq!((*block, says), (BlockIx(0), ""));
+                    }
+                    (_, Some(FinishReason::Failed(SessionError::NotFiniteBy { why, .. }))) => {
+                        assert!(!says.is_empty() && why.contains(says), "{why}");
+                    }
+                    (_, end) => panic!("{end:?}"),
+                }
+                assert!(user % 2 == 1 || got.0.is_empty());
+            }
+            assert_eq!(counters(&running).violations, 0);
+            running.stop();
+        });
+    }
+}
+
+/// What the host says of a session whose device noticed: of its rows, of its ids, and of what it began with.
+#[test]
+fn the_host_names_the_block_of_rows_ids_and_seeds() {
+    let sound = scaled(Activations::Int8, 0, 1.0);
+    let rows = prompt(&sound, 20);
+    let mut state = SequenceState::new(sound.geometry());
+    sound.forward(&mut rows.clone(), &mut state, &mut ()).unwrap();
+    let seed = Seed { state, hidden: Vec::new() };
+    let whole = HostCompanion::new(sound.clone()).first_not_finite(Some(&seed), &rows, &[TokenId(3)]);
+    assert!(whole.unwrap_err().contains("finite"));
+    for block in 0..blocks() {
+        let companion = HostCompanion::new(scaled(Activations::Int8, block, 1e30));
+        let named = Ok(BlockIx::from(block));
+        assert_eq!(companion.first_not_finite(None, &rows, &[]), named);
+        assert_eq!(companion.first_not_finite(Some(&seed), &[], &[TokenId(3)]), named);
+    }
+    let mut large = rows.clone();
+    large[17 * sound.geometry().hidden] = f32::INFINITY;
+    assert_eq!(HostCompanion::new(sound).first_not_finite(None, &large, &[]), Ok(BlockIx(0)));
 }
 
 // ------------------------------------------------------------------ cancel

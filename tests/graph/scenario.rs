@@ -81,6 +81,7 @@ impl Scenario {
             staging: UNLANDED_MAX + r.within(0, 6),
             upload_staging: r.within(1, 3),
             landing_deadline: (hangs > 0).then_some(Duration::from_millis(50)),
+            names_blocks: !seed.is_multiple_of(3),
             broken,
         };
         let other_drafts = r.pick(&[DraftAbility::None, DraftAbility::OnDevice, DraftAbility::ByHost]);

@@ -396,6 +396,8 @@ impl World {
                 Some(FinishReason::Failed(error)) => {
                     let excused = match error {
                         SessionError::NotFinite { .. } => poisoned,
+                        SessionError::NotFiniteBy { .. } => poisoned && self.died,
+
                         SessionError::Completion { .. } => self.died,
                         SessionError::Device(_) => {
                             self.lost && (self.scenario.fallback.is_none() || self.scenario.fallback_fails)

@@ -120,6 +120,7 @@ fn run(seed: u64) {
             Some(FinishReason::Failed(error)) => {
                 let excused = match error {
                     SessionError::NotFinite { .. } => poisoned,
+
                     SessionError::Device(_) => dies_at.is_some() && (scenario.fallback.is_none() || fails),
                     SessionError::EmptyPrompt => got.taken == 0,
                     _ => false,

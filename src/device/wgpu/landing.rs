@@ -259,7 +259,7 @@ impl Shared {
             stop::MISS => Some(StopKind::Miss),
             stop::SHORT => Some(StopKind::Short),
             stop::END => Some(StopKind::End),
-            stop::NOT_FINITE => Some(StopKind::NotFinite(BlockIx::from(self.geometry.blocks.len() - 1))),
+            stop::NOT_FINITE => Some(StopKind::NotFiniteBy(BlockIx::from(self.geometry.blocks.len() - 1))),
             _ => None,
         };
         let [batch, at] = control.stop_point;
