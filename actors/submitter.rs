@@ -897,10 +897,8 @@ impl Submitter {
 
     fn named(&mut self, id: SessionId, stop: Stop, found: Result<BlockIx, String>) {
         let StopKind::NotFiniteBy(by) = stop.kind else { return };
-        let error = found.map_or_else(
-            |why| SessionError::NotFiniteBy { block: by, why },
-            |block| SessionError::NotFinite { block },
-        );
+        let error = found
+            .map_or_else(|why| SessionError::NotFiniteBy { block: by, why }, |block| SessionError::NotFinite { block });
         self.finish(id, FinishReason::Failed(error));
     }
 

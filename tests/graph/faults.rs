@@ -65,7 +65,14 @@ pub(crate) struct Spoiled {
 impl Spoiled {
     pub(crate) fn new(device: Box<dyn Device>) -> Self {
         let facts = device.facts().clone();
-        Self { device, facts, append: Box::new(|| Ok(())), wait: Box::new(|| Ok(())), dies_dropped: false, stager: None }
+        Self {
+            device,
+            facts,
+            append: Box::new(|| Ok(())),
+            wait: Box::new(|| Ok(())),
+            dies_dropped: false,
+            stager: None,
+        }
     }
 }
 
