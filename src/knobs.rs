@@ -409,7 +409,10 @@ impl Knobs {
         let mut page = String::from(
             "# Knobs\n\nEnvironment variables set the defaults, flags and the builder's `Knobs` override them; \
              `riparian doctor` prints each\nvalue and where it came from. A value that is not accepted is an error, \
-             as is a `CMF_NEMO_` variable that is no knob.\n\nThis page is generated from the table in \
+             as is a `CMF_NEMO_` variable that is no knob.\n\n\
+             A flag of the program that is no knob's has a variable too, `RIPARIAN_` and its name, which `--help` names: \
+             `--max-new-tokens`\nand `RIPARIAN_MAX_NEW_TOKENS`. Where both speak the flag is heard. What one command is about \
+             (models, recordings, prompts, ids)\nis named on its line alone.\n\nThis page is generated from the table in \
              `src/knobs.rs`; a test compares them.\n\n| variable | accepts | default | meaning |\n|---|---|---|---|\n",
         );
         for knob in &TABLE {

@@ -26,12 +26,13 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::builder::BoolishValueParser;
-use clap::{Args, Parser, Subcommand};
+use clap::{Arg, ArgAction, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use riparian::device::times::ClassTime;
 use riparian::knobs::{KnobError, Knobs, Origin};
 use riparian::model::mmap::Access;
 use riparian::runtime::{LoadProgress, Runtime};
 use riparian::trace;
+use tracing::debug;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer as _};
@@ -90,8 +91,7 @@ enum Command {
     Doctor(doctor::Doctor),
 }
 
-/// Flags of every command, each with its twin in the environment, which it overrides: a knob's own variable
-/// (`docs/knobs.md`), or the one named here.
+/// Flags of every command; [`arguments`] gives them their twins in the environment.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Options of every command")]
 pub(crate) struct Global {
@@ -120,14 +120,41 @@ pub(crate) struct Global {
     #[arg(long = "knob", global = true, value_name = "NAME=VALUE")]
     knobs: Vec<String>,
     /// Knobs of riparian tune, which the environment and flags override
-    #[arg(long, global = true, value_name = "FILE", env = "RIPARIAN_PROFILE")]
+    #[arg(long, global = true, value_name = "FILE")]
     profile: Option<PathBuf>,
     /// Write a trace that Perfetto opens (https://ui.perfetto.dev)
-    #[arg(long, global = true, value_name = "FILE", env = "RIPARIAN_TRACE")]
+    #[arg(long, global = true, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// No progress and no notes, only results and errors
-    #[arg(long, short, global = true, env = "RIPARIAN_QUIET", value_parser = BoolishValueParser::new())]
+    #[arg(long, short, global = true)]
     quiet: bool,
+}
+
+/// Flags that are a knob's, which has a variable of its own (`docs/knobs.md`); their help names it.
+const OF_KNOBS: [&str; 8] = ["device", "expert-gb", "threads", "act", "ctx", "no-drafts", "draft-depth", "knob"];
+
+/// Flags that say what one command is about, as a model's or a recording's name does, by command.
+const INPUTS: [(&str, &str); 5] =
+    [("generate", "prompt"), ("generate", "raw"), ("generate", "ids"), ("generate", "rows"), ("calibrate", "routes")];
+
+/// The program's arguments. Every flag but [`INPUTS`] has a twin in the environment, which it overrides: a knob's
+/// variable, or `RIPARIAN_` and the flag's name.
+fn arguments() -> clap::Command {
+    fn twin(arg: Arg) -> Arg {
+        let Some(flag) = arg.get_long().filter(|flag| !OF_KNOBS.contains(flag)) else { return arg };
+        let variable: &'static str = format!("RIPARIAN_{}", flag.to_ascii_uppercase().replace('-', "_")).leak();
+        let arg = match arg.get_action() {
+            // Without this the variable would have to be true or false.
+            ArgAction::SetTrue => arg.value_parser(BoolishValueParser::new()),
+            _ => arg,
+        };
+        arg.env(variable).hide_env_values(true)
+    }
+    Cli::command().mut_args(twin).mut_subcommands(|command| {
+        let name = command.get_name().to_owned();
+        let is_input = move |arg: &Arg| INPUTS.iter().any(|(of, flag)| *of == name && arg.get_long() == Some(flag));
+        command.mut_args(|arg| if is_input(&arg) { arg } else { twin(arg) })
+    })
 }
 
 impl Global {
@@ -162,6 +189,10 @@ impl Global {
             let name = if name.starts_with("CMF_NEMO_") { name } else { format!("CMF_NEMO_{name}") };
             set(&name, value)?;
         }
+        let given = knobs.list().filter(|(.., origin)| *origin != Origin::Default);
+        let given: Vec<String> =
+            given.map(|(knob, value, origin)| format!("{}={value} ({origin})", knob.name)).collect();
+        debug!(given = given.join(" "), "knobs");
         Ok(knobs)
     }
 }
@@ -215,10 +246,12 @@ type Outcome = Result<u8, Failure>;
 /// Reads the arguments, runs the command, tells how it went.
 pub(crate) fn run() -> ExitCode {
     quiet_readers();
-    let Cli { command, global } = Cli::parse();
+    let parsed = Cli::from_arg_matches(&arguments().get_matches());
+    let Cli { command, global } = parsed.unwrap_or_else(|error| error.format(&mut arguments()).exit());
     let mut terminal = Terminal::new(global.quiet);
     let traced = global.trace.as_deref();
     let outcome = watch(traced).map_err(Failure::from).and_then(|guard| {
+        debug!(?command, ?global, "arguments");
         let outcome = match command {
             Command::Transcribe(command) => command.run(&global, &mut terminal),
             Command::Generate(command) => command.run(&global, &mut terminal),
@@ -361,11 +394,10 @@ fn bundled(path: &str) -> anyhow::Result<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory as _;
 
     #[test]
     fn the_arguments_are_consistent() {
-        Cli::command().debug_assert();
+        arguments().debug_assert();
     }
 
     #[test]

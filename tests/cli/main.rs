@@ -15,4 +15,5 @@ mod progress;
 mod starved;
 mod support;
 mod trace;
+mod twins;
 mod usage;
