@@ -11,6 +11,8 @@
 //!                            +---- Admit -------->|   +------------------ completer
 //!     drafts <--- Landed ------------------------>|                          ^
 //!        +--- Advice ---------------------------->|                          | Complete
+//!     prefiller <--- Prefill ---------------------|                          |
+//!        +--- Prefilled ------------------------->|                          |
 //!                                            items|   Await                  |
 //!                                                 v ------> readback --------+
 //!                                              device ------->  |
@@ -22,8 +24,8 @@
 //! `Admit` and statistics is covered by a credit taken earlier, so no actor
 //! ever waits for room and no cycle can wait for itself.
 //!
-//! Start order: completer, readback, admission manager, draft scheduler,
-//! submitter (who knows the others), then sessions. Stop order: the submitter
+//! Start order: completer, readback, admission manager, draft scheduler, prefiller (only where
+//! the host prefills for a device), submitter (who knows the others), then sessions. Stop order: the submitter
 //! first; it retires its sessions and tells the others; then they end, each
 //! behind what it is doing.
 //!
@@ -39,6 +41,7 @@ pub mod encoder;
 pub mod loader;
 pub mod meter;
 pub mod payload;
+pub mod prefiller;
 pub mod readback;
 pub mod session;
 pub mod submitter;
@@ -58,9 +61,9 @@ use payload::Fetch;
 use session::SESSIONS_MAX;
 use submitter::Fallback;
 
-use crate::device::{Companion, Device, DraftAbility};
+use crate::device::{Companion, Device, DeviceKind, DraftAbility};
 use crate::invariants::Broken;
-use crate::knobs::Knobs;
+use crate::knobs::{Knobs, Prefill};
 use crate::policy::admission::AdmissionOptions;
 use crate::policy::ahead::AheadOptions;
 use crate::policy::serve::ServeCosts;
@@ -83,6 +86,7 @@ impl Default for GraphOptions {
             submitter: submitter::Options {
                 ahead: AheadOptions::default(),
                 batched_prefill: true,
+                host_prefill: false,
                 drafts: true,
                 broken: Broken::No,
             },
@@ -100,6 +104,7 @@ impl From<&Knobs> for GraphOptions {
         let mut options = Self::default();
         options.submitter.ahead.batches_max = knobs.steps;
         options.submitter.batched_prefill = knobs.batch;
+        options.submitter.host_prefill = knobs.prefill == Prefill::Host;
         options.submitter.drafts = knobs.mtp;
         options.admission = Some(AdmissionOptions { positions_per_upload: knobs.admit, ..AdmissionOptions::default() });
         options
@@ -138,6 +143,8 @@ pub struct Graph {
     pub admission: Option<admission::Admission>,
     /// See its file; absent where nothing drafts.
     pub drafts: Option<drafts::Drafts>,
+    /// See its file; absent where the device prefills.
+    pub prefiller: Option<prefiller::Prefiller>,
 }
 
 impl Graph {
@@ -198,9 +205,15 @@ impl Graph {
             let (handle, actor) = drafts::Drafts::new(parts);
             (advice, drafts_handle, drafts_actor) = (inbox, Some(handle), Some(actor));
         }
+        let (mut prefilled, mut prefiller_handle, mut prefiller) = (never(), None, None);
+        // On the host it is the host that prefills anyway.
+        if options.submitter.host_prefill && facts.kind != DeviceKind::Host {
+            let (handle, answers, actor) = prefiller::Prefiller::new(companion.clone(), facts.hidden);
+            (prefilled, prefiller_handle, prefiller) = (answers, Some(handle), Some(actor));
+        }
         let (handle, ends) = session::Handle::new(options.submitter.ahead.batches_max);
         let submitter = submitter::Submitter::new(submitter::Parts {
-            inbox: submitter::Inbox { sessions: ends, facts: facts_inbox, answers, admits, advice },
+            inbox: submitter::Inbox { sessions: ends, facts: facts_inbox, answers, admits, advice, prefilled },
             options: options.submitter,
             queue,
             facts,
@@ -210,10 +223,11 @@ impl Graph {
             completer: completer_handle,
             admission: admission_handle,
             drafts: drafts_handle,
+            prefiller: prefiller_handle,
             clock,
             meter,
         });
-        Self { handle, submitter, readback, completer, admission, drafts: drafts_actor }
+        Self { handle, submitter, readback, completer, admission, drafts: drafts_actor, prefiller }
     }
 
     /// Gives each actor a thread.
@@ -225,7 +239,7 @@ impl Graph {
         fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
             thread::Builder::new().name(name.into()).spawn(run)
         }
-        let Self { handle, submitter, readback, completer, admission, drafts } = self;
+        let Self { handle, submitter, readback, completer, admission, drafts, prefiller } = self;
         let mut threads = vec![spawn("completer", move || completer.run())?];
         threads.push(spawn("readback", move || readback.run())?);
         if let Some(admission) = admission {
@@ -233,6 +247,9 @@ impl Graph {
         }
         if let Some(drafts) = drafts {
             threads.push(spawn("drafts", move || drafts.run())?);
+        }
+        if let Some(prefiller) = prefiller {
+            threads.push(spawn("prefiller", move || prefiller.run())?);
         }
         threads.push(spawn("submitter", move || submitter.run())?);
         Ok(Running { handle, threads })

@@ -3,7 +3,7 @@
 //! - **Owns** the device's queue half, sessions, slots and their turns, flights, staging buffers, the prompt rows and ids
 //!   from which a session goes on elsewhere when its device is lost.
 //! - **Takes** sessions' [`Request`]s and [`Control`], readback's [`Fact`]s, the completer's [`Answer`]s, the admission
-//!   manager's [`Admit`]s, the draft scheduler's [`Advice`].
+//!   manager's [`Admit`]s, the draft scheduler's [`Advice`], the prefiller's [`Prefilled`] where there is one.
 //! - **Gives** queue items to the device, awaits to readback, [`Event`]s to sessions, observations to the admission
 //!   manager and the draft scheduler.
 //! - **May block on** its inbox alone. It never waits for the device or a full channel.
@@ -28,6 +28,7 @@ use super::meter::{Lap, Meter};
 use super::payload::{
     Admit, Counters, Event, FinishReason, Finished, Queues, SessionError, SessionOptions, SessionStats, Token,
 };
+use super::prefiller::{self, PASSES_MAX, Prefilled};
 use super::readback::{self, Fact, ReadResult};
 use super::session::{Control, Ends, Request};
 use crate::check;
@@ -67,6 +68,8 @@ pub(crate) enum Message {
     Admit(Admit),
     /// The draft scheduler.
     Advice(Advice),
+    /// The prefiller.
+    Prefilled(Prefilled),
     /// A session.
     Request(Request),
     /// A session took an event.
@@ -82,9 +85,11 @@ pub(crate) struct Inbox {
     pub(crate) answers: Receiver<Answer>,
     pub(crate) admits: Receiver<Admit>,
     pub(crate) advice: Receiver<Advice>,
+    pub(crate) prefilled: Receiver<Prefilled>,
 }
 
-/// One of the submitter's channels, for a simulation that chooses between them.
+/// One of the submitter's channels, for a simulation that chooses between them; but for the prefiller's, which no
+/// simulation has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "named like the messages")]
 pub enum Source {
@@ -126,6 +131,9 @@ impl Inbox {
             recv(self.advice) -> m => {
                 m.map_or_else(|_| { self.advice = never(); Message::Died("draft scheduler") }, Message::Advice)
             }
+            recv(self.prefilled) -> m => {
+                m.map_or_else(|_| { self.prefilled = never(); Message::Died("prefiller") }, Message::Prefilled)
+            }
             recv(self.sessions.requests) -> m => m.map_or(Message::Control(Control::Shutdown), Message::Request),
             recv(self.sessions.nudges) -> m => m.map_or(Message::Control(Control::Shutdown), |_| Message::Nudge),
         }
@@ -163,6 +171,8 @@ pub struct Options {
     pub ahead: AheadOptions,
     /// Whether prompts are prefilled in passes of many rows (`CMF_NEMO_BATCH`).
     pub batched_prefill: bool,
+    /// Whether the host prefills for a device, which is seeded then (`CMF_NEMO_PREFILL`).
+    pub host_prefill: bool,
     /// Whether drafts are used where the device has them (`CMF_NEMO_MTP`).
     pub drafts: bool,
     /// For tests of the tests.
@@ -191,8 +201,18 @@ enum Stage {
     Closing(SlotIx),
 }
 
+/// A prompt that the host prefills; the session gets its slot when the state is there.
+struct OnHost {
+    /// Gone with the session, which tells the prefiller that nobody wants it any more.
+    wanted: Arc<()>,
+    /// Rows are under way, or the wish for the state.
+    under_way: bool,
+}
+
 struct Session {
     stage: Stage,
+    /// `None` where the device prefills, or nothing is left to prefill.
+    on_host: Option<OnHost>,
     options: SessionOptions,
     /// `None` once it is finished.
     events: Option<mpsc::Sender<Event>>,
@@ -351,6 +371,9 @@ pub struct Submitter {
     completer: completer::Handle,
     admission: Option<admission::Handle>,
     drafts: Option<drafts::Handle>,
+    prefiller: Option<prefiller::Handle>,
+    /// Passes the prefiller owes an answer for.
+    prefills: usize,
     health: Health,
     sessions: BTreeMap<SessionId, Session>,
     /// Whose turn it is, first first.
@@ -385,6 +408,7 @@ pub(crate) struct Parts {
     pub(crate) completer: completer::Handle,
     pub(crate) admission: Option<admission::Handle>,
     pub(crate) drafts: Option<drafts::Handle>,
+    pub(crate) prefiller: Option<prefiller::Handle>,
     pub(crate) clock: Clock,
     pub(crate) meter: Meter,
 }
@@ -420,6 +444,8 @@ impl Submitter {
             completer: parts.completer,
             admission: parts.admission,
             drafts: parts.drafts,
+            prefiller: parts.prefiller,
+            prefills: 0,
             health: Health::Well,
             sessions: BTreeMap::new(),
             turns: VecDeque::new(),
@@ -539,6 +565,7 @@ impl Submitter {
             Message::Answer(answer) => self.answer(answer),
             Message::Admit(admit) => self.admit(admit),
             Message::Advice(advice) => self.advice(advice),
+            Message::Prefilled(prefilled) => self.prefilled(prefilled),
             Message::Request(request) => self.request(request),
             Message::Nudge => {}
             Message::Died(actor) => self.died(actor),
@@ -572,8 +599,10 @@ impl Submitter {
     ) {
         self.counters.sessions += 1;
         let drafts = self.options.drafts && options.drafts && self.facts.drafts != DraftAbility::None;
+        let on_host = self.prefiller.as_ref().map(|_| OnHost { wanted: Arc::default(), under_way: false });
         let session = Session {
             stage: Stage::Waiting,
+            on_host,
             depth: if drafts { options.depth.unwrap_or(self.depth) } else { 0 },
             options,
             events: Some(events),
@@ -1078,7 +1107,7 @@ impl Submitter {
         let Some(events) = &session.events else { return };
         session.first_id.get_or_insert(now);
         if let Some(prefill) = session.prefill.take() {
-            prefill.record("rows", session.rows.len() / self.facts.hidden).record("passes", session.passes.len());
+            prefill.record("rows", session.stats.rows).record("passes", session.passes.len());
         }
         let position = Position::from(session.base() + session.prompt + session.ids.len());
         session.ids.push(token);
@@ -1146,6 +1175,7 @@ impl Submitter {
                 }
             }
             "admission manager" => self.admission = None,
+            "prefiller" => self.prefill_on_device(),
             _ => self.drafts = None,
         }
         warn!(target: "riparian::submitter", actor, "an actor has ended");
@@ -1203,6 +1233,8 @@ impl Submitter {
             }
         };
         self.flights.clear();
+        // What takes over is the host.
+        self.prefill_on_device();
         self.facts = device.facts().clone();
         let (queue, landings) = device.split();
         self.queue = queue;
@@ -1255,6 +1287,9 @@ impl Submitter {
         if let Some(drafts) = &self.drafts {
             drafts.tell(drafts::Message::Shutdown);
         }
+        if let Some(prefiller) = &self.prefiller {
+            prefiller.tell(prefiller::Message::Shutdown);
+        }
         self.ended = true;
     }
 
@@ -1274,6 +1309,7 @@ impl Submitter {
             self.sessions.iter_mut().filter_map(|(id, s)| (s.is_open() && goes(s)).then_some(*id)).collect();
         gone.into_iter().for_each(|id| self.cancel(id));
         if self.health == Health::Well {
+            self.prefill_on_host();
             self.seat();
             self.read();
             // Sessions take turns by flight: whoever got one goes to the end.
@@ -1301,7 +1337,8 @@ impl Submitter {
         while self.health == Health::Well
             && let Some(slot) = self.slots.iter().position(|slot| slot.owner.is_none())
         {
-            let waiting = self.sessions.iter_mut().find(|(_, session)| session.stage == Stage::Waiting);
+            let waits = |session: &Session| session.stage == Stage::Waiting && session.on_host.is_none();
+            let waiting = self.sessions.iter_mut().find(|(_, session)| waits(session));
             let Some((id, session)) = waiting else { return };
             let (id, slot) = (*id, SlotIx::from(slot));
             session.stage = Stage::Live(slot);
@@ -1309,6 +1346,80 @@ impl Submitter {
             self.slots[slot.index()].owner = Some(id);
             let turn = self.next_turn(slot);
             self.append(vec![Item::Start { slot, turn, session: id, eos, seed }], &[]);
+        }
+    }
+
+    /// Hands the prefiller the rows that are there, but for each prompt's last: the device makes the first id of that one.
+    fn prefill_on_host(&mut self) {
+        let Some(prefiller) = self.prefiller.clone() else { return };
+        let (hidden, rows_max) = (self.facts.hidden, self.pass_rows());
+        let drafts = self.options.drafts && self.facts.drafts != DraftAbility::None;
+        for (id, session) in &mut self.sessions {
+            let Some(on_host) = session.on_host.as_mut().filter(|on_host| !on_host.under_way) else { continue };
+            // Decoding begins from the state, and it can be read only where it is on the device.
+            let wanted = session.decoding.is_some() || !session.reads.is_empty();
+            let all = (session.rows.len() / hidden).saturating_sub(1);
+            if wanted && all == 0 {
+                session.on_host = None;
+                continue;
+            }
+            let end = all.min(session.cursor + rows_max);
+            let last = wanted && end == all;
+            if end == session.cursor && !last || self.prefills == PASSES_MAX {
+                continue;
+            }
+            on_host.under_way = true;
+            let rows = prefiller::Rows {
+                session: *id,
+                wanted: Arc::downgrade(&on_host.wanted),
+                seed: session.options.seed.clone(),
+                drafts: drafts && session.options.drafts,
+                rows: session.rows[session.cursor * hidden..end * hidden].to_vec(),
+                last,
+            };
+            let parent = &session.span;
+            session.prefill.get_or_insert_with(|| {
+                debug_span!(
+                    target: "riparian::prefill", parent: parent, "prefill", session = id.0, rows = field::Empty,
+                    passes = field::Empty
+                )
+            });
+            // One that is gone is told of by its channel.
+            if prefiller.tell(prefiller::Message::Prefill(Box::new(rows))) {
+                self.prefills += 1;
+            }
+        }
+    }
+
+    /// The host has prefilled rows. With the state of all but the last one, that one is the prompt.
+    fn prefilled(&mut self, prefilled: Prefilled) {
+        let Prefilled { session: id, rows, made } = prefilled;
+        self.prefills -= 1;
+        let Some(session) = self.sessions.get_mut(&id).filter(|session| session.is_open()) else { return };
+        let Some(on_host) = &mut session.on_host else { return };
+        on_host.under_way = false;
+        session.cursor += rows;
+        match made {
+            Ok(None) => {}
+            Ok(Some(seed)) => {
+                session.rows.drain(..session.cursor * self.facts.hidden);
+                session.prompt -= session.cursor;
+                session.cursor = 0;
+                session.options.seed = Some(Arc::from(seed));
+                session.on_host = None;
+            }
+            Err(block) => self.finish(id, FinishReason::Failed(SessionError::NotFinite { block })),
+        }
+    }
+
+    /// No session waits for the prefiller any more.
+    fn prefill_on_device(&mut self) {
+        if let Some(prefiller) = self.prefiller.take() {
+            prefiller.tell(prefiller::Message::Shutdown);
+        }
+        (self.inbox.prefilled, self.prefills) = (never(), 0);
+        for session in self.sessions.values_mut().filter(|session| session.on_host.is_some()) {
+            (session.on_host, session.cursor) = (None, 0);
         }
     }
 

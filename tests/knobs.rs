@@ -260,14 +260,56 @@ mod gpu {
     }
 
     #[test]
-    fn prefill_host_is_never_a_prefill_on_the_device() {
-        let name = adapter();
-        // An adapter that cannot be seeded says so where it was named; where it was not, the host does all.
-        match try_run(FEW, &[("DEVICE", &name), ("PREFILL", "host")]) {
-            Err(error) => assert!(error.to_string().contains("CMF_NEMO_PREFILL"), "{error}"),
-            Ok(ran) => assert_eq!(ran.right(), FEW),
-        }
-        right_of(FEW, &[("DEVICE", "auto"), ("PREFILL", "host")]);
+    fn prefill_host_seeds_the_device() {
+        let (name, quarter) = (adapter(), quarter());
+        // Row by row, so that the device's flights tell who prefilled.
+        let on =
+            |prefill| right_of(FEW, &[("DEVICE", &*name), ("BATCH", "0"), ("PREFILL", prefill), ("MTP_DEPTH", "2")]);
+        let (host, device) = (on("host"), on("device"));
+        assert_eq!((host.kind, device.kind), (DeviceKind::Gpu, DeviceKind::Gpu));
+        assert_eq!(host.finished.stats.prompt_rows, PROMPT as usize);
+        let spared = device.counters.flights.saturating_sub(host.counters.flights);
+        assert!(spared >= u64::from(PROMPT) - 2, "{:?} and {:?}", host.counters, device.counters);
+        // The draft layer's state came along.
+        let drafts = |ran: &Ran| (ran.finished.stats.drafts.offered, ran.finished.stats.drafts.kept);
+        assert!(drafts(&host).0 > 0 && drafts(&host) == drafts(&device), "{:?} {:?}", drafts(&host), drafts(&device));
+        let partial = right_of(FEW, &[("DEVICE", &*name), ("PREFILL", "host"), ("EXPERT_GB", &*quarter)]);
+        assert!(partial.finished.stats.bank.misses > 0);
+        // A device that is lost behind its seed: the host goes on from the same one.
+        let lost = right_of(FEW, &[("DEVICE", &*name), ("PREFILL", "host"), ("MTP", "0"), ("SKIP", "final")]);
+        assert!(lost.finished.stats.recovered);
+    }
+
+    #[test]
+    fn prefill_host_serves_prompts_in_pieces_sessions_that_leave_and_prompts_of_one_row() {
+        wait(async {
+            let set = [("DEVICE", &*adapter()), ("PREFILL", "host"), ("MTP", "0")];
+            let runtime = Runtime::builder(model()).knobs(knobs(&set)).build().await.unwrap();
+            let options = || Options { max_new_tokens: Some(2), eos: Some(Vec::new()), ..Options::default() };
+            let id = |n: u32| TokenId(n);
+            let mut sessions = Vec::new();
+            for _ in 0..4 {
+                sessions.push(runtime.session(options()).await.unwrap());
+            }
+            for part in 0..3 {
+                for (n, session) in sessions.iter_mut().enumerate() {
+                    let from = 10 * n as u32 + 5 * part;
+                    session.feed_ids(&(from..from + 5).map(id).collect::<Vec<_>>()).await.unwrap();
+                }
+            }
+            drop(sessions.pop());
+            for (n, session) in sessions.into_iter().enumerate() {
+                let first = 10 * n as u32 + 15;
+                assert_eq!(session.decode().finish().await.unwrap().ids, [id(first), id(first + 1)]);
+            }
+            let mut session = runtime.session(options()).await.unwrap();
+            session.feed_ids(&[id(7)]).await.unwrap();
+            assert_eq!(session.decode().finish().await.unwrap().ids, [id(8), id(9)]);
+            let empty = runtime.session(options()).await.unwrap().decode().finish().await;
+            assert!(empty.unwrap_err().to_string().contains("nothing was fed"));
+            assert_eq!(runtime.counters().await.unwrap().violations, 0);
+            runtime.shutdown().await;
+        });
     }
 
     #[test]

@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 use super::machine::{Machine, Maths, Micro, Routed};
 use super::{
     Companion, Completions, Device, DeviceError, DeviceKind, DraftAbility, Facts, Halves, Landings, Missed, Payload,
-    Queue, Seed, UNLANDED_MAX, worker,
+    Prefill, Queue, Seed, UNLANDED_MAX, worker,
 };
-use crate::host::{Decoder, ExpertRows, NotFinite, Place, Routes};
+use crate::host::{Decoder, ExpertRows, HostSequence, NotFinite, Place, Routes};
 use crate::ids::{BlockIx, ExpertIx, LayerIx, Position, TokenId};
 use crate::model::geometry::BlockKind;
 use crate::model::state::{BlockState, MambaState, SequenceState};
@@ -229,6 +229,33 @@ impl Companion for HostCompanion {
             Err(error) => Ok(block_of(decoder, error)),
             Ok(_) => Err("on the host all of them are finite".into()),
         }
+    }
+
+    fn prefill(&self, seed: Option<&Seed>, drafts: bool) -> Option<Box<dyn Prefill>> {
+        let decoder = Arc::clone(&self.decoder);
+        let sequence = match seed {
+            Some(seed) => HostSequence::behind(decoder, seed.state.clone(), seed.hidden.clone()),
+            None => HostSequence::new(decoder),
+        };
+        let sequence = if drafts { sequence } else { sequence.without_drafts() };
+        Some(Box::new(HostPrefill { decoder: Arc::clone(&self.decoder), sequence }))
+    }
+}
+
+/// A prompt on the host.
+struct HostPrefill {
+    decoder: Arc<Decoder>,
+    sequence: HostSequence,
+}
+
+impl Prefill for HostPrefill {
+    fn rows(&mut self, rows: &[f32]) -> Result<(), BlockIx> {
+        self.sequence.prefill(rows).map_err(|error| block_of(&self.decoder, error))
+    }
+
+    fn seed(self: Box<Self>) -> Seed {
+        let (state, hidden) = self.sequence.into_parts();
+        Seed { state, hidden }
     }
 }
 

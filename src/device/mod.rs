@@ -721,6 +721,26 @@ pub trait Companion: Send + Sync {
     ///
     /// Why none can be named.
     fn first_not_finite(&self, seed: Option<&Seed>, rows: &[f32], ids: &[TokenId]) -> Result<BlockIx, String>;
+
+    /// Begins to prefill a prompt in the device's place, behind `seed`; `drafts` says whether the state is to serve them.
+    /// `None` where it cannot.
+    fn prefill(&self, seed: Option<&Seed>, drafts: bool) -> Option<Box<dyn Prefill>> {
+        let _ = (seed, drafts);
+        None
+    }
+}
+
+/// A prompt that is prefilled beside the device.
+pub trait Prefill: Send {
+    /// Takes rows `[n, hidden]`.
+    ///
+    /// # Errors
+    ///
+    /// The block that made a value that is not finite.
+    fn rows(&mut self, rows: &[f32]) -> Result<(), BlockIx>;
+
+    /// The state behind all rows.
+    fn seed(self: Box<Self>) -> Seed;
 }
 
 /// What can go wrong with a device.

@@ -56,6 +56,14 @@ impl HostSequence {
         Self { decoder, state, hidden: Vec::new(), drafting }
     }
 
+    /// A sequence that goes on behind a state. `hidden` is the hidden row of its last position, empty where that is not
+    /// known: then it does not draft.
+    #[must_use]
+    pub fn behind(decoder: Arc<Decoder>, state: SequenceState, hidden: Vec<f32>) -> Self {
+        let drafting = decoder.geometry().draft && (state.position.0 == 0 || !hidden.is_empty());
+        Self { decoder, state, hidden, drafting }
+    }
+
     /// Never draft: the draft layer's KV is not kept.
     #[must_use]
     pub fn without_drafts(mut self) -> Self {
@@ -82,19 +90,44 @@ impl HostSequence {
     /// [`SequenceError`]; the sequence is then of no use.
     pub fn feed(&mut self, rows: &[f32], observer: &mut dyn Observer) -> Result<Pick, SequenceError> {
         let width = self.decoder.geometry().hidden;
+        if rows.len() < width {
+            return Err(SequenceError::Empty);
+        }
+        let residual = self.consume(rows, observer)?;
+        let normed = self.decoder.final_norm(&residual[residual.len() - width..])?;
+        Ok(self.decoder.head(&normed)?[0])
+    }
+
+    /// Consumes rows `[n, hidden]`, none of which chooses anything.
+    ///
+    /// # Errors
+    ///
+    /// [`NotFinite`]; the sequence is then of no use.
+    pub fn prefill(&mut self, rows: &[f32]) -> Result<(), NotFinite> {
+        if !rows.is_empty() {
+            self.consume(rows, &mut ())?;
+        }
+        Ok(())
+    }
+
+    /// Everything the sequence remembers, and the hidden row of the last position, empty where it does not draft.
+    #[must_use]
+    pub fn into_parts(self) -> (SequenceState, Vec<f32>) {
+        (self.state, if self.drafting { self.hidden } else { Vec::new() })
+    }
+
+    /// The residual rows behind the last block.
+    fn consume(&mut self, rows: &[f32], observer: &mut dyn Observer) -> Result<Vec<f32>, NotFinite> {
         let mut residual = rows.to_vec();
         self.decoder.forward(&mut residual, &mut self.state, observer)?;
-        let last = residual.len().checked_sub(width).ok_or(SequenceError::Empty)?;
-        let normed = self.decoder.final_norm(&residual[last..])?;
         if self.drafting {
-            let hidden = if self.decoder.draft_conventions().pre_norm {
-                residual
-            } else {
-                self.decoder.final_norm(&residual)?
+            let normed = match self.decoder.draft_conventions().pre_norm {
+                true => None,
+                false => Some(self.decoder.final_norm(&residual)?),
             };
-            self.remember(rows, &hidden)?;
+            self.remember(rows, normed.as_ref().unwrap_or(&residual))?;
         }
-        Ok(self.decoder.head(&normed)?[0])
+        Ok(residual)
     }
 
     /// Consumes an id; the choice after it.

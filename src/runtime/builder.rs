@@ -348,11 +348,6 @@ fn open_gpu(
     on_progress: &mut loader::OnProgress,
 ) -> Result<Box<dyn Device>, DeviceError> {
     let candidates = crate::device::wgpu::candidates(&knobs.device, faults.takes_software())?;
-    if knobs.prefill == crate::knobs::Prefill::Host {
-        let why = "it prefills by itself, and CMF_NEMO_PREFILL asks for the host";
-        warn!(why, "no adapter is used");
-        return Err(DeviceError::Unfit { why: why.into() });
-    }
     first_that_opens(candidates, |found| open_fitting(found, model, knobs, faults, on_progress))
 }
 
