@@ -149,9 +149,15 @@ fn main() {
         f();
         start.elapsed().as_secs_f64()
     };
+    // The benchmark's filter chooses lines of the table too.
+    let filter = std::env::args().skip(1).find(|arg| !arg.starts_with('-'));
+    let wanted = |line: &str| filter.as_ref().is_none_or(|filter| line.contains(filter.as_str()));
     for isa in Isa::present() {
         let pool = Pool::with_isa(physical_cores(), isa);
         for case in &cases {
+            if !wanted(&format!("{isa} {}", case.name)) {
+                continue;
+            }
             let bytes = sets[case.turns].bytes() as f64 / 1e9;
             let mut rounds: Vec<(f64, f64)> = (0..31)
                 .map(|_| {

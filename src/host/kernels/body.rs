@@ -13,7 +13,7 @@ use crate::host::math;
 use crate::model::tensors::Codec;
 
 use super::input::{Codes, Floats, GROUP, LANES, WIDE};
-use super::set::Line;
+use super::set::{CODES_MAX, Line};
 
 /// What the logarithms of a ladder's sixteen parts are made of: `lo` and `step` times these. Lanes 0 to 7 are every
 /// fourth rung, 8 to 11 the factors from it to the next three.
@@ -73,39 +73,64 @@ fn group_sum(w: &[i8; GROUP], q: &[i8; GROUP]) -> i32 {
 #[inline(always)]
 pub(super) fn q8_codes(w: &[i8], cols: usize, x: &Codes, first: usize, out: &mut [Line]) {
     for (r, w) in w.chunks_exact(cols).enumerate() {
-        let (whole, tail) = w.as_chunks::<GROUP>();
-        let mut last = [0; GROUP];
+        let (whole, tail) = w.as_chunks::<{ GROUP * LANES }>();
+        let mut last = [0; GROUP * LANES];
         last[..tail.len()].copy_from_slice(tail);
         for (i, out) in out.iter_mut().enumerate() {
-            let (codes, steps, _) = x.row(first + i);
             let mut lanes = [0.0f32; LANES];
-            for (g, w) in whole.iter().chain([&last]).enumerate().take(cols.div_ceil(GROUP)) {
-                lanes[g % LANES] += steps[g] * group_sum(w, &codes[g]) as f32;
+            for (w, x) in whole.iter().chain([&last]).zip(x.row(first + i)) {
+                let mut sums = [0; LANES];
+                let groups = w.as_chunks::<GROUP>().0.iter().zip(x.codes.as_chunks::<GROUP>().0);
+                for ((w, q), sum) in groups.zip(&mut sums) {
+                    *sum = group_sum(w, q);
+                }
+                for l in 0..LANES {
+                    lanes[l] += x.steps[l] * sums[l] as f32;
+                }
             }
             out[r] = math::tree(lanes);
         }
     }
 }
 
-/// q4tp, int8 activations; `scales [rows, lanes]`.
+/// q4tp, int8 activations; `ladders [rows, 4]` and rung codes.
 #[inline(always)]
-pub(super) fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first: usize, out: &mut [Line]) {
-    let rows = w.chunks_exact(groups * 16).zip(scales.chunks_exact(x.lanes));
-    for (r, (w, scales)) in rows.enumerate() {
-        for (i, out) in out.iter_mut().enumerate() {
-            let (codes, steps, offsets) = x.row(first + i);
-            let mut lanes = [0.0f32; LANES];
-            for (g, bytes) in w.as_chunks::<16>().0.iter().enumerate() {
-                // Even columns of four groups, then their odd ones.
-                let four = codes.as_chunks::<4>().0[g / 4].as_flattened().as_chunks::<16>().0;
-                let (even, odd) = (&four[g % 4], &four[4 + g % 4]);
-                let mut sum = -offsets[g];
+pub(super) fn q4_codes(
+    w: &[u8],
+    groups: usize,
+    ladders: &[u8],
+    codes: &[u8],
+    x: &Codes,
+    first: usize,
+    out: &mut [Line],
+) {
+    let codes = codes.chunks_exact(Codec::code_bytes(groups));
+    for (r, ((w, ladder), codes)) in w.chunks_exact(groups * 16).zip(ladders.as_chunks().0).zip(codes).enumerate() {
+        let rungs = self::ladder(ladder);
+        let mut lanes = [[0.0f32; LANES]; CODES_MAX];
+        for (stretch, w) in w.chunks(16 * LANES).enumerate() {
+            let mut scales = [0.0; LANES];
+            // Signed weights, a group's even columns before its odd ones.
+            let mut signed = [[0i8; GROUP]; LANES];
+            for (l, w) in w.as_chunks::<16>().0.iter().enumerate() {
+                scales[l] = rungs[rung(codes, LANES * stretch + l)];
                 for k in 0..16 {
-                    sum += i32::from((bytes[k] & 15) as i8) * i32::from(even[k]);
-                    sum += i32::from((bytes[k] >> 4) as i8) * i32::from(odd[k]);
+                    signed[l][k] = (w[k] & 15) as i8 - 8;
+                    signed[l][16 + k] = (w[k] >> 4) as i8 - 8;
                 }
-                lanes[g % LANES] += (steps[g] * scales[g]) * sum as f32;
             }
+            for (i, lanes) in lanes.iter_mut().enumerate().take(out.len()) {
+                let x = &x.row(first + i)[stretch];
+                let mut sums = [0; LANES];
+                for ((w, q), sum) in signed.iter().zip(x.codes.as_chunks().0).zip(&mut sums) {
+                    *sum = group_sum(w, q);
+                }
+                for l in 0..LANES {
+                    lanes[l] += (x.steps[l] * scales[l]) * sums[l] as f32;
+                }
+            }
+        }
+        for (out, lanes) in out.iter_mut().zip(lanes) {
             out[r] = math::tree(lanes);
         }
     }

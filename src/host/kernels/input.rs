@@ -2,8 +2,10 @@
 //!
 //! A q8_2f matrix wants its column field folded in, a q4tp matrix wants even
 //! columns before odd ones, as its nibbles lie. In int8 mode
-//! each group of 32 columns becomes codes and a step. All rows are padded with
-//! zeros, so that kernels need no tails on this side.
+//! each group of 32 columns becomes codes and a step; sixteen groups make a
+//! [`Stretch`], inside which each instruction set lays the codes as its
+//! kernels meet them. All rows are padded with zeros, so that kernels need no
+//! tails on this side.
 
 use crate::host::math;
 use crate::knobs::Activations;
@@ -34,15 +36,27 @@ pub(crate) enum Input {
 pub(crate) struct Codes {
     /// Rows.
     pub(crate) n: usize,
-    /// Groups of a row, a multiple of [`LANES`].
-    pub(crate) lanes: usize,
-    /// `[n, lanes, 32]`; for q4tp the even columns of four groups, then their odd ones
-    pub(crate) codes: Vec<i8>,
-    /// `[n, lanes]`: value of one code; 0 for padding.
-    pub(crate) steps: Vec<f32>,
-    /// `[n, lanes]`: sum of a group's codes times what kernels add to a weight to make it
-    /// unsigned: [`Q8_OFFSET`], or the 8 that stands for zero in q4tp.
-    pub(crate) offsets: Vec<i32>,
+    /// Stretches of a row.
+    pub(crate) width: usize,
+    /// `[n, width]`
+    pub(crate) stretches: Vec<Stretch>,
+}
+
+/// Sixteen groups of an int8 row, in whatever order the set's kernels want.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+pub(crate) struct Stretch {
+    /// 16 groups of 32; the set's `quantize` says in which order.
+    pub(crate) codes: [i8; GROUP * LANES],
+    /// Value of one code; 0 for padding.
+    pub(crate) steps: [f32; LANES],
+    /// Minus the sum of a group's codes times what kernels add to a weight to make it unsigned: [`Q8_OFFSET`], or the 8
+    /// that stands for zero in q4tp.
+    pub(crate) offsets: [i32; LANES],
+}
+
+impl Stretch {
+    const ZERO: Self = Self { codes: [0; GROUP * LANES], steps: [0.0; LANES], offsets: [0; LANES] };
 }
 
 /// Float rows.
@@ -62,12 +76,8 @@ pub(crate) enum Row<'a> {
     Codes {
         /// `[cols]`
         x: &'a [f32],
-        /// `[lanes]`
-        codes: &'a mut [[i8; GROUP]],
-        /// `[lanes]`
-        steps: &'a mut [f32],
-        /// `[lanes]`
-        offsets: &'a mut [i32],
+        /// `[width]`
+        to: &'a mut [Stretch],
     },
     /// For float products.
     Floats {
@@ -80,15 +90,14 @@ pub(crate) enum Row<'a> {
 
 impl Codes {
     fn zeros(n: usize, cols: usize) -> Self {
-        let lanes = cols.div_ceil(GROUP).next_multiple_of(LANES);
-        Self { n, lanes, codes: vec![0; n * lanes * GROUP], steps: vec![0.0; n * lanes], offsets: vec![0; n * lanes] }
+        let width = cols.div_ceil(GROUP * LANES);
+        Self { n, width, stretches: vec![Stretch::ZERO; n * width] }
     }
 
-    /// One row: codes `[lanes, 32]`, steps and offsets `[lanes]`.
+    /// One row, `[width]`.
     #[inline(always)]
-    pub(crate) fn row(&self, i: usize) -> (&[[i8; GROUP]], &[f32], &[i32]) {
-        let lanes = i * self.lanes..(i + 1) * self.lanes;
-        (&self.codes.as_chunks().0[lanes.clone()], &self.steps[lanes.clone()], &self.offsets[lanes])
+    pub(crate) fn row(&self, i: usize) -> &[Stretch] {
+        &self.stretches[i * self.width..(i + 1) * self.width]
     }
 }
 
@@ -116,17 +125,13 @@ impl Input {
         let split = matrix.codec() == Codec::Q4tp;
         if matrix.codec().is_quantized() && act == Activations::Int8 {
             let mut codes = Codes::zeros(n, cols);
-            let lanes = codes.lanes;
-            let items = (x.chunks_exact(cols).zip(codes.codes.as_chunks_mut::<GROUP>().0.chunks_exact_mut(lanes)))
-                .zip(codes.steps.chunks_exact_mut(lanes))
-                .zip(codes.offsets.chunks_exact_mut(lanes))
-                .map(|(((x, codes), steps), offsets)| Row::Codes { x, codes, steps, offsets })
-                .collect();
-            each(items, &|row| {
-                if let Row::Codes { x, codes, steps, offsets } = row {
-                    let mut folded = vec![0.0; lanes * GROUP];
+            let width = codes.width;
+            let items = x.chunks_exact(cols).zip(codes.stretches.chunks_exact_mut(width));
+            each(items.map(|(x, to)| Row::Codes { x, to }).collect(), &|row| {
+                if let Row::Codes { x, to } = row {
+                    let mut folded = vec![0.0; width * GROUP * LANES];
                     folded[..cols].copy_from_slice(x);
-                    (set.quantize)(&mut folded, fields, split, codes, steps, offsets);
+                    (set.quantize)(&mut folded, fields, split, to);
                 }
             });
             return Self::Codes(codes);
@@ -162,13 +167,10 @@ impl Input {
             picks.iter().flat_map(|i| &from[*i as usize * width..(*i as usize + 1) * width]).copied().collect()
         }
         match self {
-            Self::Codes(rows) => Self::Codes(Codes {
-                n: picks.len(),
-                lanes: rows.lanes,
-                codes: take(&rows.codes, rows.lanes * GROUP, picks),
-                steps: take(&rows.steps, rows.lanes, picks),
-                offsets: take(&rows.offsets, rows.lanes, picks),
-            }),
+            Self::Codes(rows) => {
+                let stretches = take(&rows.stretches, rows.width, picks);
+                Self::Codes(Codes { n: picks.len(), width: rows.width, stretches })
+            }
             Self::Floats(rows) => {
                 Self::Floats(Floats { n: picks.len(), stride: rows.stride, x: take(&rows.x, rows.stride, picks) })
             }
@@ -186,8 +188,8 @@ fn fold(x: &mut [f32], fields: &[u8]) {
 
 /// Even columns, then odd ones.
 #[inline(always)]
-fn split_group(group: &[f32; GROUP]) -> [f32; GROUP] {
-    let mut split = [0.0; GROUP];
+fn split_group<T: Copy + Default>(group: &[T; GROUP]) -> [T; GROUP] {
+    let mut split = [T::default(); GROUP];
     for k in 0..GROUP / 2 {
         split[k] = group[2 * k];
         split[GROUP / 2 + k] = group[2 * k + 1];
@@ -195,62 +197,44 @@ fn split_group(group: &[f32; GROUP]) -> [f32; GROUP] {
     split
 }
 
-/// Even columns of four groups, then their odd ones: how a 64-byte vector of q4tp nibbles meets them.
-#[inline(always)]
-fn split_four(groups: &[[i8; GROUP]; 4]) -> [[i8; GROUP]; 4] {
-    let mut split = [0i8; 4 * GROUP];
-    for (k, pair) in groups.as_flattened().as_chunks::<2>().0.iter().enumerate() {
-        split[k] = pair[0];
-        split[2 * GROUP + k] = pair[1];
-    }
-    bytemuck::cast(split)
-}
-
 /// Codes of one row: `d = max|a| / 127`, `q = round(a / d)` to even; a zero or subnormal `d` gives zeros.
 ///
-/// `x` is padded to whole lanes and is left multiplied by `fields`. An infinity
-/// or NaN in a group makes its step one too, so that it reaches the output.
+/// `x` is padded to whole stretches and is left multiplied by `fields`. An infinity
+/// or NaN in a group makes its step one too, so that it reaches the output. Groups lie in order;
+/// for q4tp (`split`) a group's even columns come before its odd ones.
 #[inline(always)]
-pub(super) fn quantize_body(
-    x: &mut [f32],
-    fields: Option<&[u8]>,
-    split: bool,
-    codes: &mut [[i8; GROUP]],
-    steps: &mut [f32],
-    offsets: &mut [i32],
-) {
+pub(super) fn quantize_body(x: &mut [f32], fields: Option<&[u8]>, split: bool, to: &mut [Stretch]) {
     if let Some(fields) = fields {
         fold(x, fields);
     }
-    let groups = x.as_chunks::<GROUP>().0.iter().zip(codes.iter_mut());
-    for (((x, codes), step), offset) in groups.zip(steps).zip(offsets) {
-        // The magnitudes' bits order as the magnitudes do, with NaN above infinity.
-        let mut largest = [0i32; LANES];
-        for k in 0..LANES {
-            let magnitude = |x: f32| (x.to_bits() & 0x7fff_ffff) as i32;
-            largest[k] = magnitude(x[k]).max(magnitude(x[LANES + k]));
-        }
-        for width in [8, 4, 2, 1] {
-            for k in 0..width {
-                largest[k] = largest[k].max(largest[k + width]);
+    for (x, to) in x.as_chunks::<{ GROUP * LANES }>().0.iter().zip(to) {
+        let groups = x.as_chunks::<GROUP>().0.iter().zip(to.codes.as_chunks_mut::<GROUP>().0);
+        for (((x, codes), step), offset) in groups.zip(&mut to.steps).zip(&mut to.offsets) {
+            // The magnitudes' bits order as the magnitudes do, with NaN above infinity.
+            let mut largest = [0i32; LANES];
+            for k in 0..LANES {
+                let magnitude = |x: f32| (x.to_bits() & 0x7fff_ffff) as i32;
+                largest[k] = magnitude(x[k]).max(magnitude(x[LANES + k]));
             }
+            for width in [8, 4, 2, 1] {
+                for k in 0..width {
+                    largest[k] = largest[k].max(largest[k + width]);
+                }
+            }
+            let d = f32::from_bits(largest[0] as u32) / 127.0;
+            let mut q = [0i8; GROUP];
+            let zero = d < f32::MIN_POSITIVE;
+            *step = if zero { 0.0 } else { d };
+            let divisor = if zero { f32::INFINITY } else { d };
+            let mut total = [0i32; LANES];
+            for k in 0..GROUP {
+                let a = (x[k] / divisor).clamp(-127.0, 127.0) + math::ROUND;
+                let code = (a.to_bits() as i32).wrapping_sub(math::ROUND.to_bits() as i32) as i8;
+                q[k] = code;
+                total[k % LANES] += i32::from(code);
+            }
+            *codes = if split { split_group(&q) } else { q };
+            *offset = total.iter().sum::<i32>() * if split { -8 } else { -Q8_OFFSET };
         }
-        let d = f32::from_bits(largest[0] as u32) / 127.0;
-        let mut q = [0i8; GROUP];
-        let zero = d < f32::MIN_POSITIVE;
-        *step = if zero { 0.0 } else { d };
-        let divisor = if zero { f32::INFINITY } else { d };
-        let mut total = [0i32; LANES];
-        for k in 0..GROUP {
-            let a = (x[k] / divisor).clamp(-127.0, 127.0) + math::ROUND;
-            let code = (a.to_bits() as i32).wrapping_sub(math::ROUND.to_bits() as i32) as i8;
-            q[k] = code;
-            total[k % LANES] += i32::from(code);
-        }
-        *codes = q;
-        *offset = total.iter().sum::<i32>() * if split { 8 } else { Q8_OFFSET };
-    }
-    if split {
-        codes.as_chunks_mut().0.iter_mut().for_each(|four| *four = split_four(four));
     }
 }

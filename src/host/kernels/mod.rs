@@ -16,7 +16,6 @@
 
 mod body;
 mod input;
-mod packed;
 mod portable;
 mod set;
 #[cfg(target_arch = "x86_64")]
@@ -31,18 +30,13 @@ pub(crate) use input::Input;
 pub(crate) use set::Set;
 
 use self::input::{GROUP, LANES};
-use self::packed::Packed;
-use self::set::{BLOCK, CHUNK, Line};
+use self::set::{BLOCK, CHUNK, CODES_MAX, Line};
 use super::isa::Isa;
 use super::math;
 use super::pool::Pool;
 use crate::knobs::Activations;
 use crate::model::tensors::{Codec, Matrix};
 
-/// Activation rows from which on weaving a block's rows together pays.
-const MANY: usize = 6;
-/// Activation rows whose products stay in the nearest cache until they are given away.
-const LINES: usize = 32;
 /// Fewest weight bytes worth handing to another thread.
 const TILE_MIN_BYTES: usize = 32 << 10;
 /// Most weight bytes of a tile, some fifteen microseconds: the last threads of a region hold up the others no longer.
@@ -195,42 +189,27 @@ pub(crate) fn tile(
     mut give: impl FnMut(usize, usize, &[f32]),
 ) {
     let (cols, n) = (matrix.cols(), input.n());
-    let many = set.many.filter(|_| n >= MANY && matches!(input, Input::Codes(_)));
-    let alone = set.q4_alone.filter(|_| n <= CHUNK);
-    let step = if many.is_some() { LINES } else { CHUNK };
-    let mut packed = Packed::default();
-    let mut lines = [[0.0f32; BLOCK]; LINES];
+    let step = if matches!(input, Input::Codes(_)) { CODES_MAX } else { CHUNK };
+    let mut lines = [[0.0f32; BLOCK]; CODES_MAX];
     let mut scales = Vec::new();
     for start in rows.clone().step_by(BLOCK) {
         let block = start..(start + BLOCK).min(rows.end);
         let mut row_scales = None;
-        match matrix.codec() {
-            Codec::Q8_2f => {
-                let planes = matrix.q8_2f();
-                let halves = planes.row_scales[2 * block.start..2 * block.end].as_chunks().0;
+        match (matrix.codec(), input) {
+            (Codec::Q8_2f, _) => {
+                let halves = matrix.q8_2f().row_scales[2 * block.start..2 * block.end].as_chunks().0;
                 let row_scales = row_scales.insert([0.0f32; BLOCK]);
                 row_scales.iter_mut().zip(halves).for_each(|(s, h)| *s = math::half(u16::from_le_bytes(*h)));
-                if let Some(many) = many {
-                    (many.q8_pack)(&planes.codes[block.start * cols..block.end * cols], cols, &mut packed);
-                }
             }
-            Codec::Q4tp if alone.is_some() && matches!(input, Input::Codes(_)) => {}
-            Codec::Q4tp => {
+            (Codec::Q4tp, Input::Floats(_)) => {
                 scales.resize(block.len() * (cols / GROUP).next_multiple_of(LANES), 0.0);
                 scale_rows(set, matrix, block.clone(), &mut scales);
-                if let Some(many) = many {
-                    let nibbles = &matrix.q4tp().nibbles[block.start * cols / 2..block.end * cols / 2];
-                    (many.q4_pack)(nibbles, cols / GROUP, &scales, &mut packed);
-                }
             }
-            Codec::F32 | Codec::F16 | Codec::Bf16 => {}
+            _ => {}
         }
         for first in (0..n).step_by(step) {
             let lines = &mut lines[..step.min(n - first)];
-            match (many, input) {
-                (Some(many), Input::Codes(x)) => (many.products)(&packed, x, first, lines),
-                _ => few(set, matrix, block.clone(), &scales, input, first, lines),
-            }
+            few(set, matrix, block.clone(), &scales, input, first, lines);
             for (i, line) in lines.iter_mut().enumerate() {
                 if let Some(row_scales) = &row_scales {
                     line.iter_mut().zip(row_scales).for_each(|(y, scale)| *y *= scale);
@@ -262,15 +241,9 @@ fn few(
         }
         (Codec::Q4tp, Input::Codes(x)) => {
             let (planes, groups) = (matrix.q4tp(), cols / GROUP);
-            let w = &planes.nibbles[block.start * cols / 2..block.end * cols / 2];
-            match set.q4_alone.filter(|_| scales.is_empty()) {
-                Some(alone) => {
-                    let width = Codec::code_bytes(groups);
-                    let rungs = &planes.rungs[width * block.start..width * block.end];
-                    alone(w, groups, &planes.ladders[4 * block.start..4 * block.end], rungs, x, first, lines);
-                }
-                None => (set.q4_codes)(w, groups, scales, x, first, lines),
-            }
+            let (w, width) = (&planes.nibbles[block.start * cols / 2..block.end * cols / 2], Codec::code_bytes(groups));
+            let ladders = &planes.ladders[4 * block.start..4 * block.end];
+            (set.q4_codes)(w, groups, ladders, &planes.rungs[width * block.start..width * block.end], x, first, lines);
         }
         (Codec::Q4tp, Input::Floats(x)) => {
             let w = &matrix.q4tp().nibbles[block.start * cols / 2..block.end * cols / 2];

@@ -1,7 +1,7 @@
 //! The kernels for any processor: the bodies as the target's own baseline compiles them.
 
 use super::body;
-use super::input::{Codes, Floats, GROUP, quantize_body};
+use super::input::{Codes, Floats, GROUP, Stretch, quantize_body};
 use super::set::{Line, Set, by_rows};
 use crate::host::attention::attend_body;
 use crate::host::mamba::{convolve_body, scan_body};
@@ -13,8 +13,6 @@ pub(super) static SET: Set = Set {
     scales,
     q8_codes,
     q4_codes,
-    q4_alone: None,
-    many: None,
     q8_floats,
     q4_floats,
     f32: exact32,
@@ -27,15 +25,8 @@ pub(super) static SET: Set = Set {
     attend: attend_body,
 };
 
-fn quantize(
-    x: &mut [f32],
-    fields: Option<&[u8]>,
-    split: bool,
-    codes: &mut [[i8; GROUP]],
-    steps: &mut [f32],
-    offsets: &mut [i32],
-) {
-    quantize_body(x, fields, split, codes, steps, offsets);
+fn quantize(x: &mut [f32], fields: Option<&[u8]>, split: bool, to: &mut [Stretch]) {
+    quantize_body(x, fields, split, to);
 }
 
 fn scales(ladders: &[u8], codes: &[u8], groups: usize, out: &mut [f32]) {
@@ -46,8 +37,8 @@ fn q8_codes(w: &[i8], cols: usize, x: &Codes, first: usize, out: &mut [Line]) {
     body::q8_codes(w, cols, x, first, out);
 }
 
-fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first: usize, out: &mut [Line]) {
-    body::q4_codes(w, groups, scales, x, first, out);
+fn q4_codes(w: &[u8], groups: usize, ladders: &[u8], codes: &[u8], x: &Codes, first: usize, out: &mut [Line]) {
+    body::q4_codes(w, groups, ladders, codes, x, first, out);
 }
 
 fn q8_floats(w: &[i8], cols: usize, x: &Floats, first: usize, out: &mut [Line]) {

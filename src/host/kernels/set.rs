@@ -1,13 +1,14 @@
 //! One instruction set's versions of all kernels.
 
-use super::input::{Codes, Floats, GROUP};
-use super::packed::Packed;
+use super::input::{Codes, Floats, Stretch};
 use crate::host::attention::{Partial, Tile};
 use crate::host::isa::Isa;
 use crate::host::mamba::{Convolution, Head};
 
-/// Most activation rows one call of a kernel takes.
+/// Most activation rows one call of a float kernel takes.
 pub(crate) const CHUNK: usize = 4;
+/// Most activation rows one call of an int8 kernel takes.
+pub(crate) const CODES_MAX: usize = 4;
 /// Most weight rows one call of a kernel takes: they stay in the nearest cache while the activation rows pass.
 pub(crate) const BLOCK: usize = 16;
 
@@ -16,24 +17,19 @@ pub(crate) type Line = [f32; BLOCK];
 
 /// Kernels as functions that are safe to call: a set is only handed out where
 /// the processor has what it needs. A number and the output's length (1 to [`CHUNK`]
-/// lines) choose the activation rows.
+/// or [`CODES_MAX`] lines) choose the activation rows.
 pub(crate) struct Set {
     /// [`super::input::quantize_body`]
-    pub(crate) quantize: fn(&mut [f32], Option<&[u8]>, bool, &mut [[i8; GROUP]], &mut [f32], &mut [i32]),
+    pub(crate) quantize: fn(&mut [f32], Option<&[u8]>, bool, &mut [Stretch]),
     /// Ladders `[rows, 4]`, rung codes, groups, scales `[rows, lanes]`.
     pub(crate) scales: fn(&[u8], &[u8], usize, &mut [f32]),
     /// Codes `[rows, cols]`, cols.
     pub(crate) q8_codes: fn(&[i8], usize, &Codes, usize, &mut [Line]),
-    /// Nibbles `[rows, groups, 16]`, groups, scales.
-    pub(crate) q4_codes: fn(&[u8], usize, &[f32], &Codes, usize, &mut [Line]),
-    /// `q4_codes` from ladders `[rows, 4]` and rung codes, where the set makes scales between the products: for so few
-    /// activation rows that they are used once.
-    pub(crate) q4_alone: Option<fn(&[u8], usize, &[u8], &[u8], &Codes, usize, &mut [Line])>,
-    /// Products with many rows, where the set has something better for them.
-    pub(crate) many: Option<Many>,
+    /// Nibbles `[rows, groups, 16]`, groups, ladders `[rows, 4]`, rung codes.
+    pub(crate) q4_codes: fn(&[u8], usize, &[u8], &[u8], &Codes, usize, &mut [Line]),
     /// As `q8_codes`, float activations.
     pub(crate) q8_floats: fn(&[i8], usize, &Floats, usize, &mut [Line]),
-    /// As `q4_codes`, float activations.
+    /// Nibbles `[rows, groups, 16]`, groups, scales `[rows, lanes]`, float activations.
     pub(crate) q4_floats: fn(&[u8], usize, &[f32], &Floats, usize, &mut [Line]),
     /// Elements `[rows, cols]`, cols.
     pub(crate) f32: fn(&[u8], usize, &Floats, usize, &mut [Line]),
@@ -51,17 +47,6 @@ pub(crate) struct Set {
     pub(crate) gate: fn(&mut [f32], &[f32], &[f32], usize, f32),
     /// [`crate::host::attention::attend_body`]
     pub(crate) attend: fn(&Tile<'_>, &mut [Partial]),
-}
-
-/// int8 products whose lanes are weight rows: those of a block are woven together once for all activation rows.
-#[derive(Clone, Copy)]
-pub(crate) struct Many {
-    /// Codes `[rows, cols]`, cols.
-    pub(crate) q8_pack: fn(&[i8], usize, &mut Packed),
-    /// Nibbles `[rows, groups, 16]`, groups, scales.
-    pub(crate) q4_pack: fn(&[u8], usize, &[f32], &mut Packed),
-    /// Products with any number of activation rows from a number on.
-    pub(crate) products: fn(&Packed, &Codes, usize, &mut [Line]),
 }
 
 impl Set {
@@ -86,26 +71,15 @@ impl Set {
 
 /// Calls a kernel with its number of activation rows as a constant.
 macro_rules! by_rows {
-    ($n:expr, $N:ident => $call:expr) => {
+    ($n:expr, $N:ident in [$($number:literal)+] => $call:expr) => {
         match $n {
-            1 => {
-                const $N: usize = 1;
+            $($number => {
+                const $N: usize = $number;
                 $call
-            }
-            2 => {
-                const $N: usize = 2;
-                $call
-            }
-            3 => {
-                const $N: usize = 3;
-                $call
-            }
-            4 => {
-                const $N: usize = 4;
-                $call
-            }
+            })+
             n => unreachable!("a chunk of {n} rows"),
         }
     };
+    ($n:expr, $N:ident => $call:expr) => { by_rows!($n, $N in [1 2 3 4] => $call) };
 }
 pub(super) use by_rows;

@@ -3,19 +3,20 @@
 //! int8: `vpdpbusd` multiplies unsigned by signed bytes, exactly: an int8
 //! weight has its sign bit flipped, which adds 128 to it, and 128 times the sum
 //! of the codes is taken off again; a nibble is unsigned as it is and 8 times
-//! the sum is taken off. With few activation rows the lanes are groups of
-//! columns, sixteen to a stretch; with many they are weight rows.
+//! the sum is taken off. The lanes are groups of columns, sixteen to a stretch:
+//! a stretch of weights is woven so that a vector holds four columns of each
+//! group, once for all activation rows, whose codes lie woven already.
 //!
 //! Only [`set`] leaves this file, and it hands the kernels out where the
 //! processor has the instructions.
 #![allow(unsafe_code, reason = "calls of functions compiled for this instruction set, and vector loads and stores")]
 
 use std::arch::x86_64::*;
+use std::sync::atomic::{Ordering, compiler_fence};
 
 use super::body;
-use super::input::{Codes, Floats, GROUP, LANES, Q8_OFFSET, WIDE};
-use super::packed::{Packed, VECTOR, VECTORS};
-use super::set::{BLOCK, Line, Many, Set, by_rows};
+use super::input::{Codes, Floats, GROUP, LANES, Q8_OFFSET, Stretch, WIDE};
+use super::set::{BLOCK, Line, Set, by_rows};
 use crate::host::attention::{Partial, TILE, Tile, attend_body, weigh};
 use crate::host::mamba::{Convolution, Head, convolve_body, scan_body};
 use crate::host::math;
@@ -23,10 +24,29 @@ use crate::host::norm::gated_groups;
 
 /// Groups of a stretch of columns.
 const STRETCH: usize = LANES;
+/// Which group a lane of woven q8_2f weights holds.
+const Q8_GROUPS: [usize; LANES] = [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15];
+/// Which group a lane of woven q4tp weights holds.
+const Q4_GROUPS: [usize; LANES] = [0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15];
+/// Where the groups lie, in order.
+const Q8_LANES: [i32; LANES] = lanes_of(&Q8_GROUPS);
+/// Where the groups lie, in order.
+const Q4_LANES: [i32; LANES] = lanes_of(&Q4_GROUPS);
+/// How far ahead of its use a weight is asked for: half a page, for the processor's own foresight ends with the page.
+const AHEAD: usize = 2048;
 /// Rows of a scan whose B, C and sums stay in the nearest cache while a head's state passes.
 const SCAN_ROWS: usize = 8;
-/// How far ahead of its use a weight is asked for: beyond the page, so that its address is translated in time too.
-const AHEAD: usize = 3 * 4096 + 512;
+
+/// The inverse of an order of groups.
+const fn lanes_of(groups: &[usize; LANES]) -> [i32; LANES] {
+    let mut lanes = [0; LANES];
+    let mut lane = 0;
+    while lane < LANES {
+        lanes[groups[lane]] = lane as i32;
+        lane += 1;
+    }
+    lanes
+}
 
 /// Whether the processor has the instructions.
 pub(crate) fn present() -> bool {
@@ -48,8 +68,6 @@ static SET: Set = Set {
     scales,
     q8_codes,
     q4_codes,
-    q4_alone: Some(q4_alone),
-    many: Some(Many { q8_pack, q4_pack, products }),
     q8_floats,
     q4_floats,
     f32: exact32,
@@ -86,14 +104,7 @@ macro_rules! kernel {
 }
 
 kernel! {
-    fn quantize(
-        x: &mut [f32],
-        fields: Option<&[u8]>,
-        split: bool,
-        codes: &mut [[i8; GROUP]],
-        steps: &mut [f32],
-        offsets: &mut [i32],
-    ) {
+    fn quantize(x: &mut [f32], fields: Option<&[u8]>, split: bool, to: &mut [Stretch]) {
         let x = x.as_chunks_mut::<16>().0;
         if let Some(fields) = fields {
             let (whole, tail) = fields.as_chunks::<32>();
@@ -106,41 +117,51 @@ kernel! {
                 put(x, folded);
             }
         }
-        let factor = if split { 8 } else { Q8_OFFSET };
+        let (factor, lanes) = if split { (-8, &Q4_LANES) } else { (-Q8_OFFSET, &Q8_LANES) };
         let magnitude = _mm512_set1_epi32(0x7fff_ffff);
         let (least, most) = (_mm512_set1_ps(-127.0), _mm512_set1_ps(127.0));
-        for (((x, codes), step), offset) in x.as_chunks::<2>().0.iter().zip(&mut *codes).zip(steps).zip(offsets) {
-            let (a, b) = (floats(&x[0]), floats(&x[1]));
-            // The magnitudes' bits order as the magnitudes do, with NaN above infinity.
-            let largest = _mm512_max_epi32(
-                _mm512_and_si512(_mm512_castps_si512(a), magnitude),
-                _mm512_and_si512(_mm512_castps_si512(b), magnitude),
-            );
-            let d = f32::from_bits(_mm512_reduce_max_epi32(largest) as u32) / 127.0;
-            let zero = d < f32::MIN_POSITIVE;
-            *step = if zero { 0.0 } else { d };
-            let divisor = _mm512_set1_ps(if zero { f32::INFINITY } else { d });
-            let [a, b] = [a, b].map(|x| {
-                let quotient = _mm512_max_ps(_mm512_min_ps(_mm512_div_ps(x, divisor), most), least);
-                // Rounds to the nearest, ties to even, as the processor does unless told otherwise.
-                _mm512_cvtps_epi32(quotient)
-            });
-            *offset = _mm512_reduce_add_epi32(_mm512_add_epi32(a, b)) * factor;
-            let q = _mm256_set_m128i(_mm512_cvtepi32_epi8(b), _mm512_cvtepi32_epi8(a));
-            // SAFETY: 32 bytes are written to an array of 32.
-            unsafe { _mm256_storeu_si256(codes.as_mut_ptr().cast(), q) };
-        }
-        if split {
-            let even = _mm512_set1_epi16(255);
-            for four in codes.as_chunks_mut::<4>().0 {
-                let halves: &mut [[i8; 64]; 2] = bytemuck::cast_mut(four);
-                let [a, b] = [bytes(&halves[0]), bytes(&halves[1])];
-                let narrow = |a, b| {
-                    let (a, b) = (_mm512_cvtepi16_epi8(a), _mm512_cvtepi16_epi8(b));
-                    _mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b)
-                };
-                put_bytes(&mut halves[0], narrow(_mm512_and_si512(a, even), _mm512_and_si512(b, even)));
-                put_bytes(&mut halves[1], narrow(_mm512_srli_epi16::<8>(a), _mm512_srli_epi16::<8>(b)));
+        for (x, to) in x.as_chunks::<{ 2 * STRETCH }>().0.iter().zip(to) {
+            let groups = x.as_chunks::<2>().0.iter().zip(to.codes.as_chunks_mut::<GROUP>().0).zip(lanes);
+            for ((x, codes), lane) in groups {
+                let (a, b) = (floats(&x[0]), floats(&x[1]));
+                // The magnitudes' bits order as the magnitudes do, with NaN above infinity.
+                let largest = _mm512_max_epi32(
+                    _mm512_and_si512(_mm512_castps_si512(a), magnitude),
+                    _mm512_and_si512(_mm512_castps_si512(b), magnitude),
+                );
+                let d = f32::from_bits(_mm512_reduce_max_epi32(largest) as u32) / 127.0;
+                let zero = d < f32::MIN_POSITIVE;
+                to.steps[*lane as usize] = if zero { 0.0 } else { d };
+                let divisor = _mm512_set1_ps(if zero { f32::INFINITY } else { d });
+                let [a, b] = [a, b].map(|x| {
+                    let quotient = _mm512_max_ps(_mm512_min_ps(_mm512_div_ps(x, divisor), most), least);
+                    // Rounds to the nearest, ties to even, as the processor does unless told otherwise.
+                    _mm512_cvtps_epi32(quotient)
+                });
+                to.offsets[*lane as usize] = _mm512_reduce_add_epi32(_mm512_add_epi32(a, b)) * factor;
+                let q = _mm256_set_m128i(_mm512_cvtepi32_epi8(b), _mm512_cvtepi32_epi8(a));
+                // SAFETY: 32 bytes are written to an array of 32.
+                unsafe { _mm256_storeu_si256(codes.as_mut_ptr().cast(), q) };
+            }
+            let codes: &mut [[i8; 64]; 8] = bytemuck::cast_mut(&mut to.codes);
+            let mut woven = weave(&load(codes));
+            if split {
+                // Eight columns of each group become their four even and their four odd ones, and the groups move to
+                // the lanes where the weights' are.
+                let apart = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+                let order = indices(&Q4_GROUPS.map(|group| Q8_LANES[group]));
+                for k in 0..4 {
+                    let [a, b] = [woven[2 * k], woven[2 * k + 1]].map(|x| {
+                        _mm512_permutexvar_epi32(order, _mm512_shuffle_epi8(x, apart))
+                    });
+                    let upper = 0xaaaa_aaaa;
+                    let even = _mm512_mask_blend_epi16(upper, a, _mm512_slli_epi32::<16>(b));
+                    let odd = _mm512_mask_blend_epi16(upper, _mm512_srli_epi32::<16>(a), b);
+                    (woven[2 * k], woven[2 * k + 1]) = (even, odd);
+                }
+            }
+            for (to, woven) in codes.iter_mut().zip(woven) {
+                put_bytes(to, woven);
             }
         }
     }
@@ -192,17 +213,15 @@ kernel! {
         let lanes = groups.next_multiple_of(LANES);
         let rows = ladders.as_chunks().0.iter().zip(codes.chunks_exact(width)).zip(out.chunks_exact_mut(lanes));
         for ((params, codes), out) in rows {
-            // What the rows sixteen further on want of these planes.
-            prefetch(codes.as_ptr().wrapping_add(16 * width).cast());
             let (low, high) = ladder(params);
             // `permutex2var` looks at the lowest five bits alone.
             let (whole, tail) = out[..lanes].split_at_mut(groups / STRETCH * STRETCH);
             for (block, out) in whole.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
-                put(out, _mm512_permutex2var_ps(low, rungs(&codes[10 * block..]), high));
+                put(out, _mm512_permutex2var_ps(low, rungs::<false>(&codes[10 * block..]), high));
             }
             for out in tail.as_chunks_mut::<LANES>().0 {
                 let kept = (1 << (groups % STRETCH)) - 1;
-                let index = rungs(&codes[groups / STRETCH * 10..]);
+                let index = rungs::<false>(&codes[groups / STRETCH * 10..]);
                 put(out, _mm512_maskz_permutex2var_ps(kept, low, index, high));
             }
         }
@@ -211,84 +230,14 @@ kernel! {
 
 kernel! {
     fn q8_codes(w: &[i8], cols: usize, x: &Codes, first: usize, out: &mut [Line]) {
-        by_rows!(out.len(), N => q8_codes_of::<N>(w, cols, x, first, out));
+        by_rows!(out.len(), N in [1 2 3 4] => q8_codes_of::<N>(w, cols, x, first, out));
     }
 }
 
 kernel! {
-    fn q4_codes(w: &[u8], groups: usize, scales: &[f32], x: &Codes, first: usize, out: &mut [Line]) {
-        by_rows!(out.len(), N => q4_codes_of::<N>(w, groups, scales, x, first, out));
-    }
-}
-
-kernel! {
-    fn q4_alone(w: &[u8], groups: usize, ladders: &[u8], codes: &[u8], x: &Codes, first: usize, out: &mut [Line]) {
-        by_rows!(out.len(), N => q4_alone_of::<N>(w, groups, ladders.as_chunks().0, codes, x, first, out));
-    }
-}
-
-kernel! {
-    fn q8_pack(w: &[i8], cols: usize, to: &mut Packed) {
-        let (rows, groups) = (w.len() / cols, cols.div_ceil(GROUP));
-        let w: &[u8] = bytemuck::cast_slice(w);
-        to.split = false;
-        to.codes.resize(groups, [[0; VECTOR]; VECTORS]);
-        let flip = _mm512_set1_epi8(-128);
-        for (g, to) in to.codes.iter_mut().enumerate() {
-            for (half, to) in to.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-                let at = g * GROUP + 16 * half;
-                let mut last = [[0; 16]; BLOCK];
-                let tail = at + 16 > cols;
-                if tail {
-                    for (r, last) in last.iter_mut().take(rows).enumerate().filter(|_| at < cols) {
-                        last[..cols - at].copy_from_slice(&w[r * cols + at..(r + 1) * cols]);
-                    }
-                }
-                // What lies beyond the last row is of no meaning: there the last row stands once more.
-                let row = |r: usize| match tail {
-                    true => &last[r],
-                    false => w[r.min(rows - 1) * cols + at..].first_chunk().expect("inside the row"),
-                };
-                for (to, vector) in to.iter_mut().zip(weave(row)) {
-                    put_vector(to, _mm512_xor_si512(vector, flip));
-                }
-            }
-        }
-    }
-}
-
-kernel! {
-    fn q4_pack(w: &[u8], groups: usize, scales: &[f32], to: &mut Packed) {
-        let (w, lanes) = (w.as_chunks::<16>().0, groups.next_multiple_of(LANES));
-        let rows = w.len() / groups;
-        to.split = true;
-        to.codes.resize(groups, [[0; VECTOR]; VECTORS]);
-        to.scales.resize(groups.next_multiple_of(4), [0.0; BLOCK]);
-        let mask = _mm512_set1_epi8(15);
-        // What lies beyond the last row is of no meaning: there the last row stands once more.
-        for (g, to) in to.codes.iter_mut().enumerate() {
-            for (j, vector) in weave(|r| &w[r.min(rows - 1) * groups + g]).into_iter().enumerate() {
-                put_vector(&mut to[j], _mm512_and_si512(vector, mask));
-                put_vector(&mut to[4 + j], _mm512_and_si512(_mm512_srli_epi16::<4>(vector), mask));
-            }
-        }
-        let scales: &[[u8; 16]] = bytemuck::cast_slice(scales.as_chunks::<4>().0);
-        for (four, to) in to.scales.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-            for (to, vector) in to.iter_mut().zip(weave(|r| &scales[r.min(rows - 1) * lanes / 4 + four])) {
-                put(to, _mm512_castsi512_ps(vector));
-            }
-        }
-    }
-}
-
-kernel! {
-    fn products(w: &Packed, x: &Codes, first: usize, out: &mut [Line]) {
-        for (i, out) in out.chunks_mut(4).enumerate() {
-            match w.split {
-                true => by_rows!(out.len(), N => products_of::<N, true>(w, x, first + 4 * i, out)),
-                false => by_rows!(out.len(), N => products_of::<N, false>(w, x, first + 4 * i, out)),
-            }
-        }
+    fn q4_codes(w: &[u8], groups: usize, ladders: &[u8], codes: &[u8], x: &Codes, first: usize, out: &mut [Line]) {
+        let ladders = ladders.as_chunks().0;
+        by_rows!(out.len(), N in [1 2 3 4] => q4_codes_of::<N>(w, groups, ladders, codes, x, first, out));
     }
 }
 
@@ -360,18 +309,6 @@ with_instructions! {
         unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), x) }
     }
 
-    /// Asks memory for the `LINES` lines that lie [`AHEAD`] bytes on: the processor's own foresight ends with a page.
-    fn ask<const LINES: usize>(from: *const i8) {
-        for line in 0..LINES {
-            prefetch(from.wrapping_add(AHEAD + 64 * line));
-        }
-    }
-
-    /// Reads nothing and does not fault, wherever it points.
-    fn prefetch(from: *const i8) {
-        _mm_prefetch::<_MM_HINT_T0>(from);
-    }
-
     /// The first 64 bytes, zeros where there are fewer.
     fn some_bytes(x: &[i8]) -> __m512i {
         let mask = if x.len() >= 64 { u64::MAX } else { (1 << x.len()) - 1 };
@@ -379,8 +316,58 @@ with_instructions! {
         unsafe { _mm512_maskz_loadu_epi8(mask, x.as_ptr()) }
     }
 
-    /// The 16 numbers of 5 bits each at the start of `codes` (fewer where it is shorter), other bits above them.
-    fn rungs(codes: &[u8]) -> __m512i {
+    /// Numbers for a permutation.
+    fn indices(x: &[i32; LANES]) -> __m512i {
+        // SAFETY: 64 bytes are read from an array of 16 integers.
+        unsafe { _mm512_loadu_si512(x.as_ptr().cast()) }
+    }
+
+    /// Asks memory for `PAIRS` pairs of lines that lie [`AHEAD`] bytes on; the second of a pair comes by itself. They go
+    /// no nearer than the second cache: a Zen 4 brings 12 GB/s where it is asked for the nearest one, 28 without.
+    fn ask<const PAIRS: usize>(from: *const i8) {
+        for pair in 0..PAIRS {
+            // A prefetch reads nothing and does not fault, wherever it points.
+            _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(AHEAD + 128 * pair));
+        }
+    }
+
+    /// Vectors that follow each other, read in order: what the processor foresees rests on it.
+    fn load<const J: usize>(codes: &[[i8; 64]; J]) -> [__m512i; J] {
+        let mut vectors = [_mm512_setzero_si512(); J];
+        for j in 0..J {
+            vectors[j] = bytes(&codes[j]);
+            compiler_fence(Ordering::SeqCst);
+        }
+        vectors
+    }
+
+    /// Two groups a vector become four columns of each group a vector; groups as [`Q8_GROUPS`] says.
+    fn weave(x: &[__m512i; 8]) -> [__m512i; 8] {
+        let (low, high) = (turn([x[0], x[1], x[2], x[3]]), turn([x[4], x[5], x[6], x[7]]));
+        let mut woven = [_mm512_setzero_si512(); 8];
+        for k in 0..4 {
+            woven[k] = _mm512_shuffle_i32x4::<0b10_00_10_00>(low[k], high[k]);
+            woven[4 + k] = _mm512_shuffle_i32x4::<0b11_01_11_01>(low[k], high[k]);
+        }
+        woven
+    }
+
+    /// In every 128-bit lane rows become columns; so four groups of nibbles a vector become eight columns of each group
+    /// a vector, groups as [`Q4_GROUPS`] says.
+    fn turn(x: [__m512i; 4]) -> [__m512i; 4] {
+        let (a, b) = (_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
+        let (c, d) = (_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
+        [
+            _mm512_unpacklo_epi64(a, c),
+            _mm512_unpackhi_epi64(a, c),
+            _mm512_unpacklo_epi64(b, d),
+            _mm512_unpackhi_epi64(b, d),
+        ]
+    }
+
+    /// The 16 numbers of 5 bits each at the start of `codes` (fewer where it is shorter), other bits above them; `WOVEN`
+    /// in the order of [`Q4_GROUPS`].
+    fn rungs<const WOVEN: bool>(codes: &[u8]) -> __m512i {
         let codes = match codes.first_chunk::<16>() {
             // SAFETY: 16 bytes are read from an array of 16.
             Some(codes) => unsafe { _mm_loadu_si128(codes.as_ptr().cast()) },
@@ -388,10 +375,21 @@ with_instructions! {
             None => unsafe { _mm_maskz_loadu_epi8((1 << codes.len()) - 1, codes.as_ptr().cast()) },
         };
         // Number i begins at bit 5·i: in byte 5·i / 8, at bit 5·i % 8, and may go on in the next byte.
-        let pairs = _mm256_setr_epi8(
-            0, 1, 0, 1, 1, 2, 1, 2, 2, 3, 3, 4, 3, 4, 4, 5, 5, 6, 5, 6, 6, 7, 6, 7, 7, 8, 8, 9, 8, 9, 9, 10,
-        );
-        let shifts = _mm256_setr_epi16(0, 5, 2, 7, 4, 1, 6, 3, 0, 5, 2, 7, 4, 1, 6, 3);
+        let (pairs, shifts) = if WOVEN {
+            (
+                _mm256_setr_epi8(
+                    0, 1, 2, 3, 5, 6, 7, 8, 0, 1, 3, 4, 5, 6, 8, 9, 1, 2, 3, 4, 6, 7, 8, 9, 1, 2, 4, 5, 6, 7, 9, 10,
+                ),
+                _mm256_setr_epi16(0, 4, 0, 4, 5, 1, 5, 1, 2, 6, 2, 6, 7, 3, 7, 3),
+            )
+        } else {
+            (
+                _mm256_setr_epi8(
+                    0, 1, 0, 1, 1, 2, 1, 2, 2, 3, 3, 4, 3, 4, 4, 5, 5, 6, 5, 6, 6, 7, 6, 7, 7, 8, 8, 9, 8, 9, 9, 10,
+                ),
+                _mm256_setr_epi16(0, 5, 2, 7, 4, 1, 6, 3, 0, 5, 2, 7, 4, 1, 6, 3),
+            )
+        };
         let words = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(codes), pairs);
         _mm512_cvtepu16_epi32(_mm256_srlv_epi16(words, shifts))
     }
@@ -425,16 +423,6 @@ with_instructions! {
         }
         let p = _mm512_add_ps(_mm512_mul_ps(_mm512_mul_ps(p, r), r), r);
         _mm512_scalef_ps(_mm512_add_ps(p, _mm512_set1_ps(1.0)), n)
-    }
-
-    /// In every 128-bit lane `[a0 + a2, b0 + b2, a1 + a3, b1 + b3]`.
-    fn fold32(a: __m512i, b: __m512i) -> __m512i {
-        _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b))
-    }
-
-    /// In every 128-bit lane the sums of the lanes of the four that `a` and `b` were folded from.
-    fn fold64(a: __m512i, b: __m512i) -> __m512i {
-        _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b))
     }
 
     /// The sums of the lanes of sixteen vectors, each in the order of [`math::tree`].
@@ -479,69 +467,58 @@ with_instructions! {
     }
 
     /// The activation rows of a call.
-    fn rows_of<const N: usize>(x: &Codes, first: usize) -> [Blocks<'_>; N] {
-        let mut rows = [Blocks { codes: &[], steps: &[], offsets: &[] }; N];
-        for (i, row) in rows.iter_mut().enumerate() {
-            let (codes, steps, offsets) = x.row(first + i);
-            let codes = bytemuck::cast_slice(codes);
-            *row = Blocks { codes, steps: steps.as_chunks().0, offsets: offsets.as_chunks().0 };
-        }
-        rows
+    fn rows_of<const N: usize>(x: &Codes, first: usize) -> [&[Stretch]; N] {
+        std::array::from_fn(|i| x.row(first + i))
     }
 
     fn q8_codes_of<const N: usize>(w: &[i8], cols: usize, x: &Codes, first: usize, out: &mut [Line]) {
         let rows = rows_of::<N>(x, first);
+        let lanes = indices(&Q8_LANES);
         let mut sums = [[[0.0; LANES]; BLOCK]; N];
         for (r, w) in w.chunks_exact(cols).enumerate() {
             let mut acc = [_mm512_setzero_ps(); N];
             let (whole, tail) = w.as_chunks::<{ 64 * 8 }>();
-            let mut vectors = [_mm512_setzero_si512(); 8];
-            for (block, w) in whole.iter().enumerate() {
-                ask::<8>(w.as_ptr());
-                let w: &[[i8; 64]; 8] = bytemuck::cast_ref(w);
-                for j in 0..8 {
-                    vectors[j] = bytes(&w[j]);
-                }
-                q8_block(&vectors, &rows, block, &mut acc);
+            for (stretch, w) in whole.iter().enumerate() {
+                ask::<4>(w.as_ptr());
+                q8_stretch(&load(bytemuck::cast_ref(w)), &rows, stretch, &mut acc);
             }
             if !tail.is_empty() {
+                ask::<1>(tail.as_ptr());
+                let mut vectors = [_mm512_setzero_si512(); 8];
                 for (j, vector) in vectors.iter_mut().enumerate() {
                     *vector = some_bytes(&tail[(64 * j).min(tail.len())..]);
                 }
-                q8_block(&vectors, &rows, whole.len(), &mut acc);
+                q8_stretch(&vectors, &rows, whole.len(), &mut acc);
             }
             for i in 0..N {
-                put(&mut sums[i][r], acc[i]);
+                put(&mut sums[i][r], _mm512_permutexvar_ps(lanes, acc[i]));
             }
         }
         give(&sums, out);
     }
 
-    /// Adds the products of one block of a q8_2f row with each activation row.
-    fn q8_block<const N: usize>(w: &[__m512i; 8], rows: &[Blocks<'_>; N], block: usize, acc: &mut [__m512; N]) {
-        let (zero, flip) = (_mm512_setzero_si512(), _mm512_set1_epi8(-128));
-        let mut unsigned = [zero; 8];
-        for j in 0..8 {
-            unsigned[j] = _mm512_xor_si512(w[j], flip);
+    /// Adds the products of one stretch of a q8_2f row with each activation row.
+    fn q8_stretch<const N: usize>(w: &[__m512i; 8], rows: &[&[Stretch]; N], stretch: usize, acc: &mut [__m512; N]) {
+        let mut w = weave(w);
+        for w in &mut w {
+            *w = _mm512_xor_si512(*w, _mm512_set1_epi8(-128));
         }
         for i in 0..N {
-            let codes = &rows[i].codes[block];
-            let mut d = [zero; 8];
-            for j in 0..8 {
-                d[j] = _mm512_dpbusd_epi32(zero, unsigned[j], bytes(&codes[j]));
-            }
-            let low = fold64(fold32(d[0], d[1]), fold32(d[2], d[3]));
-            let high = fold64(fold32(d[4], d[5]), fold32(d[6], d[7]));
-            // Two lanes make a group: those of d[j] are groups 2·j and 2·j + 1.
-            let sums = _mm512_add_epi32(
-                _mm512_shuffle_i32x4::<0b10_00_10_00>(low, high),
-                _mm512_shuffle_i32x4::<0b11_01_11_01>(low, high),
-            );
-            let order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-            let sums = _mm512_sub_epi32(_mm512_permutexvar_epi32(order, sums), ints(&rows[i].offsets[block]));
-            let products = _mm512_mul_ps(floats(&rows[i].steps[block]), _mm512_cvtepi32_ps(sums));
+            let x = &rows[i][stretch];
+            let products = _mm512_mul_ps(floats(&x.steps), _mm512_cvtepi32_ps(dots_of(&w, x)));
             acc[i] = _mm512_add_ps(acc[i], products);
         }
+    }
+
+    /// Sums of the products of each group's woven codes; in two halves, so that fewer wait for each other.
+    fn dots_of(w: &[__m512i; 8], x: &Stretch) -> __m512i {
+        let codes: &[[i8; 64]; 8] = bytemuck::cast_ref(&x.codes);
+        let (mut low, mut high) = (ints(&x.offsets), _mm512_setzero_si512());
+        for k in 0..4 {
+            low = _mm512_dpbusd_epi32(low, w[k], bytes(&codes[k]));
+            high = _mm512_dpbusd_epi32(high, w[4 + k], bytes(&codes[4 + k]));
+        }
+        _mm512_add_epi32(low, high)
     }
 
     /// [`attend_body`] with fused multiply-adds, for heads of `V` vectors: heads that share keys read them together.
@@ -691,103 +668,8 @@ with_instructions! {
         }
     }
 
-    fn put_vector(out: &mut [u8; VECTOR], x: __m512i) {
-        // SAFETY: 64 bytes are written to an array of 64.
-        unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), x) }
-    }
-
-    /// Products of a packed block with `N` rows.
-    fn products_of<const N: usize, const SPLIT: bool>(w: &Packed, x: &Codes, first: usize, out: &mut [Line]) {
-        let rows = rows_of::<N>(x, first);
-        let groups = w.codes.len();
-        // Sums of lanes that wait for their partners.
-        let mut waiting = [[_mm512_setzero_ps(); N]; 5];
-        let mut last = 0;
-        for (k, lane) in w.lanes().enumerate() {
-            let mut acc = [_mm512_setzero_ps(); N];
-            for g in (lane..groups).step_by(LANES) {
-                let mut vectors = [_mm512_setzero_si512(); VECTORS];
-                for j in 0..VECTORS {
-                    // SAFETY: 64 bytes are read from an array of 64.
-                    vectors[j] = unsafe { _mm512_loadu_si512(w.codes[g][j].as_ptr().cast()) };
-                }
-                let (block, at) = (g / STRETCH, g % STRETCH);
-                for i in 0..N {
-                    let codes: &[[i32; 4]; 32] = bytemuck::cast_ref(&rows[i].codes[block]);
-                    // Of four groups the 64 even codes come first, then the odd ones.
-                    let [low, high] = if SPLIT {
-                        let at = at / 4 * 8 + at % 4;
-                        [&codes[at], &codes[at + 4]]
-                    } else {
-                        [&codes[2 * at], &codes[2 * at + 1]]
-                    };
-                    let mut sum = _mm512_set1_epi32(-rows[i].offsets[block][at]);
-                    for j in 0..VECTORS {
-                        let four = if j < 4 { low[j] } else { high[j - 4] };
-                        sum = _mm512_dpbusd_epi32(sum, vectors[j], _mm512_set1_epi32(four));
-                    }
-                    let mut scale = _mm512_set1_ps(rows[i].steps[block][at]);
-                    if SPLIT {
-                        scale = _mm512_mul_ps(scale, floats(&w.scales[g]));
-                    }
-                    acc[i] = _mm512_add_ps(acc[i], _mm512_mul_ps(scale, _mm512_cvtepi32_ps(sum)));
-                }
-            }
-            let level = k.trailing_ones() as usize;
-            for earlier in &waiting[..level] {
-                for i in 0..N {
-                    acc[i] = _mm512_add_ps(earlier[i], acc[i]);
-                }
-            }
-            // The last one has met all others.
-            waiting[level] = acc;
-            last = level;
-        }
-        for i in 0..N {
-            put(&mut out[i], waiting[last][i]);
-        }
-    }
-
+    /// Scales are made as they are used; ladders all together, for each is a long chain of steps.
     fn q4_codes_of<const N: usize>(
-        w: &[u8],
-        groups: usize,
-        scales: &[f32],
-        x: &Codes,
-        first: usize,
-        out: &mut [Line],
-    ) {
-        let rows = rows_of::<N>(x, first);
-        let mut sums = [[[0.0; LANES]; BLOCK]; N];
-        let lines = w.chunks_exact(groups * 16).zip(scales.chunks_exact(x.lanes));
-        for (r, (w, scales)) in lines.enumerate() {
-            let mut acc = [_mm512_setzero_ps(); N];
-            let scales = scales.as_chunks::<LANES>().0;
-            let (whole, tail) = bytemuck::cast_slice::<u8, i8>(w).as_chunks::<{ 64 * 4 }>();
-            let mut vectors = [_mm512_setzero_si512(); 4];
-            for (block, (w, scales)) in whole.iter().zip(scales).enumerate() {
-                ask::<4>(w.as_ptr());
-                let w: &[[i8; 64]; 4] = bytemuck::cast_ref(w);
-                for j in 0..4 {
-                    vectors[j] = bytes(&w[j]);
-                }
-                q4_block::<N, 4>(&vectors, floats(scales), &rows, block, &mut acc);
-            }
-            if !tail.is_empty() {
-                for (j, vector) in vectors.iter_mut().enumerate() {
-                    *vector = some_bytes(&tail[(64 * j).min(tail.len())..]);
-                }
-                q4_block::<N, 4>(&vectors, floats(&scales[whole.len()]), &rows, whole.len(), &mut acc);
-            }
-            for i in 0..N {
-                put(&mut sums[i][r], acc[i]);
-            }
-        }
-        give(&sums, out);
-    }
-
-    /// As [`q4_codes_of`], a row's scales made as they are used and its ladder while the row before it passes: no
-    /// stretch of work leaves memory idle.
-    fn q4_alone_of<const N: usize>(
         w: &[u8],
         groups: usize,
         ladders: &[[u8; 4]],
@@ -798,74 +680,63 @@ with_instructions! {
     ) {
         let width = crate::model::tensors::Codec::code_bytes(groups);
         let rows = rows_of::<N>(x, first);
+        let lanes = indices(&Q4_LANES);
+        // Lanes of the last stretch that have a group.
+        let kept = _mm512_cmplt_epi32_mask(
+            indices(&Q4_GROUPS.map(|group| group as i32)),
+            _mm512_set1_epi32((groups % STRETCH) as i32),
+        );
         let mut sums = [[[0.0; LANES]; BLOCK]; N];
-        let Some(params) = ladders.first() else { return };
-        let mut next = ladder(params);
-        for (r, (w, codes)) in w.chunks_exact(groups * 16).zip(codes.chunks_exact(width)).enumerate() {
-            let (low, high) = next;
-            next = ladder(&ladders[(r + 1).min(ladders.len() - 1)]);
-            prefetch(codes.as_ptr().wrapping_add(BLOCK * width).cast());
+        let mut tables = [[[0.0; LANES]; 2]; BLOCK];
+        for (table, params) in tables.iter_mut().zip(ladders) {
+            let (low, high) = ladder(params);
+            put(&mut table[0], low);
+            put(&mut table[1], high);
+        }
+        let lines = w.chunks_exact(groups * 16).zip(codes.chunks_exact(width)).zip(&tables);
+        for (r, ((w, codes), table)) in lines.enumerate() {
+            let (low, high) = (floats(&table[0]), floats(&table[1]));
             let mut acc = [_mm512_setzero_ps(); N];
             let (whole, tail) = bytemuck::cast_slice::<u8, i8>(w).as_chunks::<{ 64 * 4 }>();
-            let mut vectors = [_mm512_setzero_si512(); 4];
-            for (block, w) in whole.iter().enumerate() {
-                ask::<4>(w.as_ptr());
-                let w: &[[i8; 64]; 4] = bytemuck::cast_ref(w);
-                for j in 0..4 {
-                    vectors[j] = bytes(&w[j]);
-                }
+            for (stretch, w) in whole.iter().enumerate() {
+                ask::<2>(w.as_ptr());
                 // `permutex2var` looks at the lowest five bits alone.
-                let scales = _mm512_permutex2var_ps(low, rungs(&codes[10 * block..]), high);
-                q4_block::<N, 4>(&vectors, scales, &rows, block, &mut acc);
+                let scales = _mm512_permutex2var_ps(low, rungs::<true>(&codes[10 * stretch..]), high);
+                q4_stretch(load(bytemuck::cast_ref(w)), scales, &rows, stretch, &mut acc);
             }
             if !tail.is_empty() {
-                let block = whole.len();
-                for (j, vector) in vectors.iter_mut().enumerate() {
-                    *vector = some_bytes(&tail[(64 * j).min(tail.len())..]);
-                }
-                let kept = (1 << (groups % STRETCH)) - 1;
-                let scales = _mm512_maskz_permutex2var_ps(kept, low, rungs(&codes[10 * block..]), high);
-                match tail.len().div_ceil(64) {
-                    1 => q4_block::<N, 1>(&vectors, scales, &rows, block, &mut acc),
-                    2 => q4_block::<N, 2>(&vectors, scales, &rows, block, &mut acc),
-                    _ => q4_block::<N, 4>(&vectors, scales, &rows, block, &mut acc),
-                }
+                ask::<1>(tail.as_ptr());
+                let stretch = whole.len();
+                let part = |j: usize| some_bytes(&tail[(64 * j).min(tail.len())..]);
+                let scales = _mm512_maskz_permutex2var_ps(kept, low, rungs::<true>(&codes[10 * stretch..]), high);
+                q4_stretch([part(0), part(1), part(2), part(3)], scales, &rows, stretch, &mut acc);
             }
             for i in 0..N {
-                put(&mut sums[i][r], acc[i]);
+                put(&mut sums[i][r], _mm512_permutexvar_ps(lanes, acc[i]));
             }
         }
         give(&sums, out);
     }
 
-    /// Adds the products of the first `J` vectors of one block of a q4tp row with each activation row.
-    fn q4_block<const N: usize, const J: usize>(
-        w: &[__m512i; 4],
+    /// Adds the products of one stretch of a q4tp row with each activation row.
+    fn q4_stretch<const N: usize>(
+        w: [__m512i; 4],
         scales: __m512,
-        rows: &[Blocks<'_>; N],
-        block: usize,
+        rows: &[&[Stretch]; N],
+        stretch: usize,
         acc: &mut [__m512; N],
     ) {
-        let (zero, mask) = (_mm512_setzero_si512(), _mm512_set1_epi8(15));
-        let (mut even, mut odd) = ([zero; 4], [zero; 4]);
-        for j in 0..J {
-            even[j] = _mm512_and_si512(w[j], mask);
-            odd[j] = _mm512_and_si512(_mm512_srli_epi16::<4>(w[j]), mask);
+        let mask = _mm512_set1_epi8(15);
+        let eights = turn(w);
+        let mut w = [_mm512_setzero_si512(); 8];
+        for k in 0..4 {
+            w[2 * k] = _mm512_and_si512(eights[k], mask);
+            w[2 * k + 1] = _mm512_and_si512(_mm512_srli_epi16::<4>(eights[k]), mask);
         }
         for i in 0..N {
-            // Of four groups the 64 even codes come first, then the odd ones; a vector of nibbles has four groups.
-            let codes = &rows[i].codes[block];
-            let mut d = [zero; 4];
-            for j in 0..J {
-                d[j] = _mm512_dpbusd_epi32(zero, even[j], bytes(&codes[2 * j]));
-                d[j] = _mm512_dpbusd_epi32(d[j], odd[j], bytes(&codes[2 * j + 1]));
-            }
-            let sums = fold64(fold32(d[0], d[1]), fold32(d[2], d[3]));
-            // Lane i of d[j] is group 4·j + i.
-            let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-            let sums = _mm512_sub_epi32(_mm512_permutexvar_epi32(order, sums), ints(&rows[i].offsets[block]));
-            let scale = _mm512_mul_ps(floats(&rows[i].steps[block]), scales);
-            acc[i] = _mm512_add_ps(acc[i], _mm512_mul_ps(scale, _mm512_cvtepi32_ps(sums)));
+            let x = &rows[i][stretch];
+            let scale = _mm512_mul_ps(floats(&x.steps), scales);
+            acc[i] = _mm512_add_ps(acc[i], _mm512_mul_ps(scale, _mm512_cvtepi32_ps(dots_of(&w, x))));
         }
     }
 
@@ -918,31 +789,6 @@ with_instructions! {
     }
 }
 
-/// Sixteen times sixteen bytes as four vectors of four bytes of each.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-fn weave<'a>(row: impl Fn(usize) -> &'a [u8; 16]) -> [__m512i; 4] {
-    let four = |k: usize| {
-        // SAFETY: 16 bytes are read from an array of 16.
-        let part = |i: usize| unsafe { _mm_loadu_si128(row(4 * i + k).as_ptr().cast()) };
-        let low = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(part(0)), part(1));
-        let high = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(part(2)), part(3));
-        _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
-    };
-    let z = [four(0), four(1), four(2), four(3)];
-    let (a, b) = (_mm512_unpacklo_epi32(z[0], z[1]), _mm512_unpackhi_epi32(z[0], z[1]));
-    let (c, d) = (_mm512_unpacklo_epi32(z[2], z[3]), _mm512_unpackhi_epi32(z[2], z[3]));
-    [_mm512_unpacklo_epi64(a, c), _mm512_unpackhi_epi64(a, c), _mm512_unpacklo_epi64(b, d), _mm512_unpackhi_epi64(b, d)]
-}
-
-/// An activation row, block by block.
-#[derive(Clone, Copy)]
-struct Blocks<'a> {
-    codes: &'a [[[i8; 64]; 8]],
-    steps: &'a [[f32; LANES]],
-    offsets: &'a [[i32; LANES]],
-}
-
 /// Float products with rows of elements of `SIZE` bytes, sixteen of which `load` makes floats.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
@@ -964,7 +810,6 @@ fn elements_of<const SIZE: usize, const N: usize>(
         let chunks = whole.iter().chain((!tail.is_empty()).then_some(&last));
         for (c, w) in chunks.enumerate() {
             let w = w.as_chunks::<16>().0;
-            ask::<SIZE>(w.as_ptr().cast());
             let w = [load(&w[0]), load(&w[1]), load(&w[2]), load(&w[3])];
             for i in 0..N {
                 let x = x.row(first + i).as_chunks::<16>().0[4 * c..].first_chunk::<4>().expect("padded rows");
