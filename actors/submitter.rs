@@ -39,7 +39,7 @@ use crate::device::{
 use crate::host::Spin;
 use crate::ids::{BlockIx, FlightId, LayerIx, PlaceIx, Position, SessionId, SlotIx, TokenId, Turn};
 use crate::invariants::{Broken, violations};
-use crate::policy::ahead::{Ahead, AheadOptions};
+use crate::policy::ahead::{Ahead, AheadOptions, Horizon};
 use crate::policy::drafts::FlightOutcome;
 
 /// Opens the device that takes over when the first is lost.
@@ -191,6 +191,15 @@ enum Cure {
     Rollback,
 }
 
+/// Where the flight behind a stop ends, and the buffers that are kept for it.
+#[derive(Clone, Debug)]
+struct Planned {
+    stop: Stop,
+    to: Point,
+    peeks: Vec<(Point, Staging)>,
+    landing: Staging,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     /// Opened, or its device was lost; has no slot.
@@ -241,6 +250,8 @@ struct Session {
     /// The stop of the present turn. Nothing is queued between knowing it and its cure (rule 7).
     known: Option<Stop>,
     cure: Option<(Stop, Cure)>,
+    /// The flight behind the known stop, as far as it is planned before its cure.
+    planned: Option<Planned>,
     ids: Vec<TokenId>,
     depth: usize,
     /// Guessed ids from number `guess_after` on.
@@ -619,6 +630,7 @@ impl Submitter {
             current: None,
             known: None,
             cure: None,
+            planned: None,
             ids: Vec::new(),
             guess: Vec::new(),
             guess_after: 0,
@@ -711,6 +723,9 @@ impl Submitter {
         session.reads.drain(..).for_each(|(_, reply)| drop(reply.send(Err(SessionError::Ended))));
         (session.known, session.cure) = (None, None);
         session.rows = Vec::new();
+        let planned = session.planned.take();
+        self.unplan(planned);
+        let session = self.sessions.get_mut(&id).expect("an open session");
         if let Some(drafts) = &self.drafts {
             drafts.tell(drafts::Message::Ended { session: id });
         }
@@ -828,8 +843,54 @@ impl Submitter {
                 let cure = Cure::Resume { made: Completions::default(), uploads: Vec::new(), times };
                 self.sessions.get_mut(&id).expect("current").cure = Some((stop, cure));
             }
+            self.plan_ahead(id, stop);
         }
         self.free_slots();
+    }
+
+    /// Plans the flight behind a stop while the host completes, and lets the queue make it ready.
+    fn plan_ahead(&mut self, id: SessionId, stop: Stop) {
+        let session = &self.sessions[&id];
+        let unlanded = self.flights.len();
+        let spare = self.staging.free.len().saturating_sub(UNLANDED_MAX.saturating_sub(unlanded));
+        let waits = session.known == Some(stop) && session.cure.is_none() && session.planned.is_none();
+        if !waits || spare == 0 || self.options.broken != Broken::No {
+            return;
+        }
+        let (Some(slot), from) = (session.slot(), session.next) else { return };
+        let Some((work @ (Work::Steps | Work::Rounds { .. }), batches)) = self.next_work(id) else { return };
+        let (to, peeks) = self.horizon(from, &work, batches, spare - 1);
+        let limit = Position::from(session.limit(self.facts.kv_positions));
+        let peeks: Vec<(Point, Staging)> =
+            peeks.into_iter().map_while(|point| Some((point, Staging(self.staging.take()?)))).collect();
+        let Some(landing) = self.staging.take().map(Staging) else { return };
+        let stamp = Stamp { flight: self.next_flight, slot, turn: stop.turn };
+        self.queue.prepare(&Run { stamp, from, to, work, limit, peeks: peeks.clone() }, landing);
+        self.sessions.get_mut(&id).expect("listed").planned = Some(Planned { stop, to, peeks, landing });
+    }
+
+    /// Gives back what was kept for a flight that is not flown.
+    fn unplan(&mut self, planned: Option<Planned>) {
+        for planned in planned.into_iter() {
+            planned.peeks.iter().for_each(|(_, staging)| self.staging.give(staging.0));
+            self.staging.give(planned.landing.0);
+        }
+    }
+
+    /// Where a flight from `from` ends, and its routes to peek at.
+    fn horizon(&self, from: Point, work: &Work, batches: u32, spare: usize) -> (Point, Vec<Point>) {
+        let horizon = if self.streams(work) && from.is_batch_start() {
+            // nothing will miss
+            Horizon { batches: 1, layer: LayerIx(0), at_sum: false, peeks: Vec::new() }
+        } else {
+            let ahead = if matches!(work, Work::Prefill(_)) { &self.prefill_ahead } else { &self.decode_ahead };
+            ahead.plan(from.layer, from.phase == Phase::Sum, batches, spare)
+        };
+        let phase = if horizon.at_sum { Phase::Sum } else { Phase::Route };
+        let to = Point { batch: from.batch + horizon.batches, layer: horizon.layer, phase };
+        let point =
+            |(batches, layer): (u32, LayerIx)| Point { batch: from.batch + batches, layer, phase: Phase::Route };
+        (to, horizon.peeks.into_iter().map(point).collect())
     }
 
     /// The session to whose present turn this stop belongs.
@@ -1024,9 +1085,11 @@ impl Submitter {
             None if whole => flight.to,
             None => flight.from,
         };
+        let streamed = self.streams(&flight.work);
         let ahead = if prefill { &mut self.prefill_ahead } else { &mut self.decode_ahead };
         let mut at = flight.from;
-        while at < ran_to && self.facts.layers > 0 {
+        // of passes that cannot miss nothing follows for those that can
+        while at < ran_to && self.facts.layers > 0 && !streamed {
             if at.phase == Phase::Route {
                 ahead.routed(at.layer, own_stop.is_some_and(|s| s.kind == StopKind::Miss && s.point == at));
             }
@@ -1264,6 +1327,8 @@ impl Submitter {
             session.passes.clear();
             (session.accepting, session.next, session.current) = (None, Point::default(), None);
             (session.known, session.cure, session.reading) = (None, None, false);
+            // its buffers were the lost device's
+            session.planned = None;
             session.stats.recovered = true;
             let wanted = session.base() + session.rows.len() / self.facts.hidden;
             if self.facts.drafts == DraftAbility::None {
@@ -1328,8 +1393,26 @@ impl Submitter {
         }
     }
 
+    /// Rows of the widest pass.
     fn pass_rows(&self) -> usize {
-        if self.options.batched_prefill { self.facts.prefill_rows } else { 1 }
+        let most = self.facts.streamed_rows.map_or(0, |[_, most]| most);
+        if self.options.batched_prefill { self.facts.prefill_rows.max(most) } else { 1 }
+    }
+
+    /// Rows of a pass where so many are there.
+    fn rows_of(&self, ready: usize) -> usize {
+        match self.facts.streamed_rows.filter(|_| self.options.batched_prefill) {
+            Some([least, most]) if ready >= least => ready.min(most),
+            Some(_) => ready.min(self.facts.prefill_rows),
+            None => ready.min(self.pass_rows()),
+        }
+    }
+
+    /// Whether this is a pass that brings what the bank lacks.
+    fn streams(&self, work: &Work) -> bool {
+        let Work::Prefill(pass) = work else { return false };
+        let rows = pass.rows.len() / self.facts.hidden;
+        self.facts.streamed_rows.is_some_and(|[least, most]| (least..=most).contains(&rows))
     }
 
     /// Gives free slots to waiting sessions, in the order they came.
@@ -1453,7 +1536,9 @@ impl Submitter {
             return false;
         }
         let round_robin = self.options.broken.is(Broken::StagingRoundRobin);
-        if self.staging.free.is_empty() && !round_robin {
+        let cured_by = session.cure.as_ref().map(|(stop, _)| *stop);
+        let planned = session.planned.as_ref().filter(|planned| Some(planned.stop) == cured_by).cloned();
+        if self.staging.free.is_empty() && planned.is_none() && !round_robin {
             return false;
         }
         let uploads = match &session.cure {
@@ -1469,12 +1554,17 @@ impl Submitter {
 
         // From here on it will be queued.
         let spare = self.staging.free.len().saturating_sub(UNLANDED_MAX - unlanded);
-        let session = self.sessions.get_mut(&id).expect("listed");
         let from = session.next;
-        let ahead = if matches!(work, Work::Prefill(_)) { &self.prefill_ahead } else { &self.decode_ahead };
-        let horizon = ahead.plan(from.layer, from.phase == Phase::Sum, batches, spare);
-        let phase = if horizon.at_sum { Phase::Sum } else { Phase::Route };
-        let to = Point { batch: from.batch + horizon.batches, layer: horizon.layer, phase };
+        let (to, peeked) = match &planned {
+            Some(planned) => (planned.to, Vec::new()),
+            None => self.horizon(from, &work, batches, spare),
+        };
+        let session = self.sessions.get_mut(&id).expect("listed");
+        let left = session.planned.take();
+        if planned.is_none() {
+            self.unplan(left);
+        }
+        let session = self.sessions.get_mut(&id).expect("listed");
         let (mut items, mut waits) = (Vec::new(), Vec::new());
         let cure = session.cure.take();
         let cured = match &cure {
@@ -1511,16 +1601,16 @@ impl Submitter {
         }
         let turn = self.slots[slot.index()].turn;
         let stamp = Stamp { flight, slot, turn };
-        let peeks: Vec<(Point, Staging)> = (horizon.peeks.iter())
-            .map_while(|(batches, layer)| {
-                let point = Point { batch: from.batch + batches, layer: *layer, phase: Phase::Route };
-                let staging = Staging(self.staging.take()?);
-                waits.push(Wait::Peek(staging));
-                Some((point, staging))
-            })
-            .collect();
-        let landing = if round_robin { Some((flight.0 % 2) as u16) } else { self.staging.take() };
-        let landing = Staging(landing.expect("peeks leave one"));
+        let (peeks, landing) = match planned {
+            Some(planned) => (planned.peeks, planned.landing),
+            None => {
+                let staged = |point| Some((point, Staging(self.staging.take()?)));
+                let peeks: Vec<_> = peeked.into_iter().map_while(staged).collect();
+                let landing = if round_robin { Some((flight.0 % 2) as u16) } else { self.staging.take() };
+                (peeks, Staging(landing.expect("peeks leave one")))
+            }
+        };
+        waits.extend(peeks.iter().map(|(_, staging)| Wait::Peek(*staging)));
         waits.push(Wait::Land(landing));
         let session = &self.sessions[&id];
         let span = debug_span!(
@@ -1595,7 +1685,7 @@ impl Submitter {
         let hidden = self.facts.hidden;
         let total = session.rows.len() / hidden;
         let ready = (total - session.cursor).saturating_sub(usize::from(session.decoding.is_none()));
-        let n = ready.min(self.pass_rows());
+        let n = self.rows_of(ready);
         let end = session.cursor + n;
         let rows = session.rows[session.cursor * hidden..end * hidden].to_vec();
         (n > 0).then(|| Pass { rows, accept: session.decoding.is_some() && end == total })

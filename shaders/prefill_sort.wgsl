@@ -1,4 +1,5 @@
 // The picks of a pass sorted by place, cut into tiles of one expert; halts the slot where a pick has no place.
+// Places are counted from `first` on, and with `others` what lies elsewhere is another dispatch's to sort.
 //
 // routes  [rows, TOP_K]: expert, place or NONE, weight, 0 (`prefill_route`)
 // list    u32: tiles, resident picks, missing picks, 0; then for each tile: place, first sorted row, rows, 0;
@@ -9,7 +10,10 @@ struct Params {
     layer: u32,
     // word in `list`
     order: u32,
-    pad: vec2<u32>,
+    // the first of the PLACES
+    first: u32,
+    // 1: picks that lie elsewhere halt nothing
+    others: u32,
 }
 
 @group(0) @binding(2) var<uniform> params: Params;
@@ -39,10 +43,11 @@ fn main(ids: Ids) {
     }
     workgroupBarrier();
     for (var i = thread(ids); i < picks; i += WG) {
-        let place = routes[i].y;
+        // what lies before the first becomes very large
+        let place = routes[i].y - params.first;
         if (place < PLACES) {
             atomicAdd(&held[place], 1u);
-        } else {
+        } else if (params.others == 0u) {
             atomicAdd(&missing, 1u);
         }
     }
@@ -82,7 +87,7 @@ fn main(ids: Ids) {
     }
     workgroupBarrier();
     for (var i = thread(ids); i < picks; i += WG) {
-        let place = routes[i].y;
+        let place = routes[i].y - params.first;
         if (place < PLACES) {
             let at = params.order + 2u * atomicAdd(&held[place], 1u);
             list[at] = i;

@@ -123,6 +123,7 @@ impl HostDevice {
             residents,
             spare_place: false,
             prefill_rows: PREFILL_ROWS,
+            streamed_rows: None,
             verify_rows: if drafts { DEPTH_MAX + 1 } else { 1 },
             drafts: ability,
             staging: STAGING,

@@ -75,6 +75,13 @@ pub trait Queue: Send {
     ///
     /// [`DeviceError::Lost`]: nothing more will land. Other errors are final for the device too.
     fn append(&mut self, items: Vec<Item>) -> Result<(), DeviceError>;
+
+    /// `run` will probably be appended next for its slot, behind the [`Item::Resume`] of its stop alone and with this
+    /// landing: what can be made ready of it may be made ready now. Nothing happens yet, whatever comes instead is none
+    /// the worse for it, and the stamp does not count.
+    fn prepare(&mut self, run: &Run, landing: Staging) {
+        let _ = (run, landing);
+    }
 }
 
 /// Lays experts out as a device keeps them, in memory that it copies from. Any thread may.
@@ -159,6 +166,9 @@ pub struct Facts {
     pub spare_place: bool,
     /// Most rows of one prefill pass, at least 1.
     pub prefill_rows: usize,
+    /// Rows, least and most, of prefill passes that bring whatever their bank lacks and never miss. Such a pass is one
+    /// flight. All of at most `prefill_rows` otherwise.
+    pub streamed_rows: Option<[usize; 2]>,
     /// Most rows of one verify batch (drafts + 1); 1 without drafts.
     pub verify_rows: usize,
     /// Who makes drafts.

@@ -618,8 +618,10 @@ params! {
         layer: u32,
         /// Word where sorted rows begin.
         order: u32,
-        /// Unused.
-        pad: [u32; 2],
+        /// The first of the places.
+        first: u32,
+        /// 1: picks that lie elsewhere halt nothing.
+        others: u32,
     }
 }
 

@@ -120,6 +120,7 @@ impl Script {
             residents: vec![places; self.layers],
             spare_place: self.spare_place,
             prefill_rows: self.prefill_rows,
+            streamed_rows: None,
             verify_rows: self.verify_rows,
             drafts: self.drafts,
             staging: self.staging,

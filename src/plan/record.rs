@@ -31,6 +31,10 @@ pub enum Name {
     Embedding(u16),
     /// Where every expert of every layer lies.
     Map,
+    /// The same with numbers for experts that have no place and stream through.
+    StreamMap,
+    /// Places that experts stream through.
+    Stream,
     /// Rows from the host.
     Given,
     /// The residual rows.

@@ -327,8 +327,9 @@ fn gpu(
 #[cfg(feature = "gpu")]
 const GPU_SLOTS: usize = 2;
 
-/// Rows of a prefill pass on an adapter, with all experts resident and with a partial bank, whose passes stop at the
-/// layers that miss and keep their scratch for each slot. The device takes fewer where a binding cannot hold them.
+/// Rows of a prefill pass on an adapter: of one that cannot miss, as all experts are resident or stream through, and of
+/// one that stops at the layers that miss and keeps its scratch for each slot. The device takes fewer where a binding
+/// cannot hold them.
 #[cfg(feature = "gpu")]
 const GPU_PASS_ROWS: [usize; 2] = [2048, 512];
 
@@ -414,6 +415,7 @@ fn open_on(
     faults: &Faults,
     on_progress: &mut loader::OnProgress,
 ) -> Result<Box<dyn Device>, (DeviceError, Option<Residency>)> {
+    use crate::device::wgpu::stream::Streaming;
     use crate::device::wgpu::{DraftSetup, Gpu, Setup, memory, selftest};
     let found_name = found.info().name;
     let mut context = found.open_with(None, knobs.coop, faults.clone()).map_err(|error| (error, None))?;
@@ -452,6 +454,15 @@ fn open_on(
         let wanted = selftest::Wanted { activations: knobs.act, full, skip: &[] };
         selftest::run(&mut context, &kinds, &wanted).map_err(|error| (error, None))?;
     }
+    let file = model.clone();
+    let largest = residency.banks.iter().map(|bank| bank.place_bytes).max().unwrap_or(0);
+    context.streaming = Some(Streaming {
+        readable: Some(Arc::new(move || {
+            let changed = file.container.still_readable();
+            changed.map_err(|(path, changed)| format!("{}: {changed}", path.display()))
+        })),
+        ..Streaming::new(GPU_PASS_ROWS[0], largest, staging_bytes)
+    });
     info!(
         device = found_name,
         experts_on_device = residency.places(),

@@ -16,4 +16,6 @@ mod host;
 mod random;
 mod scenario;
 mod simulation;
+#[cfg(feature = "gpu")]
+mod streamed;
 mod threaded;

@@ -36,6 +36,8 @@ pub struct Context {
     pub submission_most: std::time::Duration,
     /// Row blocks that a workgroup of the experts has, 1 to 8 (`CMF_NEMO_BANK_REP`).
     pub bank_rep: usize,
+    /// How wide passes over a partial bank bring what it lacks; `None` halts them instead.
+    pub streaming: Option<super::stream::Streaming>,
     /// Its largest heap, where the backend tells.
     pub heap: Option<Heap>,
     /// Where compiled pipelines are kept between runs; `None` keeps none.
@@ -212,6 +214,7 @@ impl Found {
             stamps: false,
             submission_most: std::time::Duration::from_millis(100),
             bank_rep: 1,
+            streaming: None,
             heap,
             cache_folder,
             lost,

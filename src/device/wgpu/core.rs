@@ -1,5 +1,6 @@
 //! What both halves of the device are made from: weights, plans, slots; and the encoding of plans.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use tracing::info;
@@ -15,6 +16,7 @@ use super::pipelines::{Key, Pipeline, Pipelines};
 use super::prefill::{self, PassFrame};
 use super::rounds::{self, DraftSetup, Rounds, RoundsBound};
 use super::slot::{Sizes, Slot};
+use super::stream::{Streamed, StreamedBound, Streaming};
 use super::upload::buffer;
 use super::weights::Weights;
 use crate::device::DeviceError;
@@ -97,6 +99,8 @@ pub struct Bound {
     pub mend: Vec<wgpu::BindGroup>,
     /// For [`Core::rounds`].
     pub rounds: Option<RoundsBound>,
+    /// For [`Core::streamed`].
+    pub streamed: Option<StreamedBound>,
 }
 
 /// Everything on the device.
@@ -116,6 +120,8 @@ pub struct Core {
     pub pass: [Ready; 2],
     /// Cures and fills, with partial banks.
     pub mend: Option<Ready>,
+    /// Passes that bring what a partial bank lacks, where there are such.
+    pub streamed: Option<Arc<Streamed>>,
     /// Drafts, where they are made.
     pub rounds: Option<Rounds>,
     /// Sessions.
@@ -204,11 +210,27 @@ impl Core {
         let one = frame;
         let frame = Frame { rows: pass_rows, ..frame };
         let pass = prefill::SPLITS.map(|splits| {
-            left_in(prefill::record(PassFrame { frame, cooperative: context.cooperative, splits }), &setup.skip)
+            let pass = PassFrame { frame, cooperative: context.cooperative, splits, streamed: None };
+            left_in(prefill::record(pass), &setup.skip)
+        });
+        let streaming = context.streaming.clone().filter(|_| !full && geometry.moe.is_some()).map(|streaming| {
+            let rows = prefill::rows_that_fit(&context, geometry, &weights, streaming.rows);
+            let places = streaming.places.clamp(1, prefill::STREAM_PLACES_MAX);
+            // a pass that does not stream has to fit the others
+            let from = streaming.from.min(pass_rows + 1);
+            Streaming { rows, from, places, ring: streaming.ring.max(places), ..streaming }
+        });
+        let streaming = streaming.filter(|streaming| streaming.from <= streaming.rows);
+        let streams = streaming.as_ref().map(|streaming| {
+            let frame = Frame { rows: streaming.rows, ..frame };
+            let (splits, streamed) = (prefill::SPLITS[0], Some(streaming.places));
+            let pass = PassFrame { frame, cooperative: context.cooperative, splits, streamed };
+            // what is left out leaves gaps that the runs of experts do not know of
+            [left_in(prefill::record(pass), &setup.skip), prefill::record_stream(pass)]
         });
         let partial = geometry.moe.as_ref().filter(|_| !full);
         let mend = partial.map(|moe| partial::plan(&context, geometry, moe));
-        let plans = [&step, &take, &pass[0], &pass[1]].into_iter().chain(&mend);
+        let plans = [&step, &take, &pass[0], &pass[1]].into_iter().chain(&mend).chain(streams.iter().flatten());
         pipelines.prepare(&context, plans.flat_map(|plan| &plan.pipelines))?;
         let step = Ready::new(&context, &mut pipelines, step)?;
         let take = Ready::new(&context, &mut pipelines, take)?;
@@ -217,15 +239,39 @@ impl Core {
         let mend = mend.map(|mend| Ready::new(&context, &mut pipelines, mend)).transpose()?;
         let rounds = match drafts {
             Some((drafts, _)) => {
-                let pass = PassFrame { frame, cooperative: context.cooperative, splits: 1 };
+                let pass = PassFrame { frame, cooperative: context.cooperative, splits: 1, streamed: None };
                 let finish = |plan| left_in(plan, &setup.skip);
                 Some(Rounds::new(&context, &mut pipelines, one, pass, drafts, finish)?)
             }
             None => None,
         };
+        let mut streams = match streams {
+            Some([pass, experts]) => {
+                let pass = Ready::new(&context, &mut pipelines, pass)?;
+                Some([pass, Ready::new(&context, &mut pipelines, experts)?])
+            }
+            None => None,
+        };
         pipelines.keep();
-        let mut shared =
-            prefill::buffers(&context, geometry, &weights, pass_rows, |name| full || !prefill::survives(name))?;
+        // no pass that streams is halted: all slots share what it works with, and narrower passes what need not survive
+        let wide = match &streaming {
+            Some(streaming) => Some(wide_buffers(&context, geometry, &weights, streaming)?),
+            None => None,
+        };
+        let mut shared = match &wide {
+            Some(wide) => {
+                let scratch = prefill::scratch(wide);
+                scratch.map(|(name, buffer)| (*name, buffer.clone())).collect()
+            }
+            None => prefill::buffers(&context, geometry, &weights, pass_rows, |name| full || !prefill::survives(name))?,
+        };
+        let streamed = match (streaming, &wide, streams.take()) {
+            (Some(streaming), Some(wide), Some(plans)) => {
+                let places: Vec<_> = weights.banks.iter().map(|bank| bank.place).collect();
+                Some(Arc::new(Streamed::new(streaming, decoder, &places, wide, plans)))
+            }
+            _ => None,
+        };
         if let Some((drafts, _)) = drafts {
             let given: Vec<u32> = drafts.given.iter().flat_map(|ids| ids.iter().map(|id| id.0)).collect();
             let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
@@ -249,8 +295,19 @@ impl Core {
             let mend = mend.as_ref().map_or_else(Vec::new, |mend| {
                 slot.bind(&context, &weights, &mend.plan, &mend.pipelines, &mend.uniforms, Name::FlightCure)
             });
+            let streamed = streamed.as_ref().zip(wide.as_ref()).map(|(streamed, wide)| {
+                let wide = slot.with(wide);
+                let bind = |ready: &Ready| {
+                    wide.bind(&context, &weights, &ready.plan, &ready.pipelines, &ready.uniforms, Name::Flight)
+                };
+                StreamedBound {
+                    pass: bind(&streamed.pass),
+                    experts: bind(&streamed.experts),
+                    rounds: rounds.as_ref().map_or_else(Vec::new, |rounds| bind(&rounds.pass)),
+                }
+            });
             let rounds = rounds.as_ref().map(|rounds| rounds.bind(&context, &weights, &slot));
-            slots.push(Bound { slot, step, take, last, pass, mend, rounds });
+            slots.push(Bound { slot, step, take, last, pass, mend, rounds, streamed });
         }
         Ok(Self {
             geometry: geometry.clone(),
@@ -259,6 +316,7 @@ impl Core {
             take,
             pass,
             mend,
+            streamed,
             rounds,
             slots,
             sizes,
@@ -274,6 +332,28 @@ impl Core {
     pub fn pipelines(&self) -> usize {
         self.pipelines
     }
+}
+
+/// Buffers of passes that stream, the slots' own aside.
+fn wide_buffers(
+    context: &Context,
+    geometry: &Geometry,
+    weights: &Weights,
+    streaming: &Streaming,
+) -> Result<HashMap<Name, wgpu::Buffer>, DeviceError> {
+    let mut wide = prefill::buffers(context, geometry, weights, streaming.rows, |_| true)?;
+    let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
+    let place = weights.banks.iter().map(|bank| bank.place.bytes).max().unwrap_or(0);
+    let experts = geometry.moe.map_or(0, |moe| moe.experts);
+    let words = |words: usize| 4 * words as u64;
+    for (name, what, bytes) in [
+        (Name::Given, "given", words(streaming.rows * padded(geometry.hidden))),
+        (Name::Stream, "streaming places", place * streaming.places as u64),
+        (Name::StreamMap, "stream map", words(weights.banks.len() * experts)),
+    ] {
+        wide.insert(name, buffer(context, what, bytes, usage)?);
+    }
+    Ok(wide)
 }
 
 /// The plan without the classes to skip.

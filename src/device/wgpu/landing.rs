@@ -83,6 +83,8 @@ pub struct Shared {
     records: Vec<wgpu::Buffer>,
     pending: Mutex<Vec<Option<Pending>>>,
     uploads: Mutex<Vec<Option<Upload>>>,
+    /// What the queue has not come to: it waits behind a pass that streams.
+    owed: Mutex<Vec<Wait>>,
     /// What records hold for partial banks.
     miss: Option<MissLaid>,
     /// Snapshots of the scan's state.
@@ -136,6 +138,7 @@ impl Shared {
             records,
             pending,
             uploads,
+            owed: Mutex::default(),
             miss,
             snapshots,
             drafts,
@@ -162,6 +165,25 @@ impl Shared {
             }
         });
         self.uploads.lock()[staging.0 as usize] = Some(Upload { submission, done });
+        self.paid(|wait| *wait == Wait::Upload(staging));
+    }
+
+    /// Something will be copied to a staging buffer, though nothing is queued yet.
+    pub fn owe(&self, wait: Wait) {
+        self.owed.lock().push(wait);
+    }
+
+    /// It is queued.
+    fn paid(&self, what: impl Fn(&Wait) -> bool) {
+        self.owed.lock().retain(|wait| !what(wait));
+    }
+
+    /// The device is lost, if it was not.
+    pub fn lose(&self, why: &DeviceError) {
+        let _ = self.context.lost.set(match why {
+            DeviceError::Lost { why } => why.clone(),
+            other => other.to_string(),
+        });
     }
 
     fn take_upload(&self, staging: UploadStaging) -> Option<Landing> {
@@ -207,9 +229,16 @@ impl Shared {
         });
         let before = self.pending.lock()[staging].replace(Pending { buffer, copied, submission, flag });
         assert!(before.is_none(), "staging buffer {staging} is still in use");
+        let own = |wait: &Wait| match wait {
+            Wait::Peek(s) | Wait::Land(s) | Wait::Read(s) => s.0 as usize == staging,
+            Wait::Upload(_) => false,
+        };
+        self.paid(own);
     }
 
-    fn lost(&self) -> Option<DeviceError> {
+    /// Why the device is lost, if it is.
+    #[must_use]
+    pub fn lost(&self) -> Option<DeviceError> {
         self.context.lost.get().map(|why| DeviceError::Lost { why: why.clone() })
     }
 
@@ -380,6 +409,12 @@ impl GpuLandings {
     pub fn new(shared: Arc<Shared>) -> Self {
         Self { shared }
     }
+
+    /// What both halves know.
+    #[must_use]
+    pub fn shared(&self) -> Arc<Shared> {
+        self.shared.clone()
+    }
 }
 
 impl Landings for GpuLandings {
@@ -391,6 +426,7 @@ impl Landings for GpuLandings {
             return Err(DeviceError::Lost { why: e.to_string() });
         }
         match wait {
+            _ if self.shared.owed.lock().contains(&wait) => Ok(None),
             Wait::Upload(staging) => Ok(self.shared.take_upload(staging)),
             Wait::Peek(s) | Wait::Land(s) | Wait::Read(s) => self.shared.take(s.0 as usize),
         }

@@ -23,12 +23,14 @@ pub mod pace;
 pub mod partial;
 pub mod pipelines;
 pub mod prefill;
+mod prepared;
 pub mod queue;
 pub mod rounds;
 pub mod selftest;
 pub mod slot;
 pub mod staged;
 pub mod stamps;
+pub mod stream;
 pub mod upload;
 pub mod weights;
 
@@ -107,6 +109,7 @@ impl Gpu {
                 .collect::<Vec<Vec<Option<ExpertIx>>>>(),
             spare_place: false,
             prefill_rows: core.sizes.given,
+            streamed_rows: core.streamed.as_ref().map(|streamed| streamed.rows),
             verify_rows: core.sizes.snapshots,
             drafts: if core.rounds.is_some() { DraftAbility::OnDevice } else { DraftAbility::None },
             staging: UNLANDED_MAX + 4,
@@ -148,6 +151,16 @@ impl Device for Gpu {
     }
 
     fn split(self: Box<Self>) -> (Box<dyn Queue>, Box<dyn Landings>) {
-        (Box::new(self.queue), Box::new(self.landings))
+        if self.queue.core().streamed.is_none() {
+            return (Box::new(self.queue), Box::new(self.landings));
+        }
+        let shared = self.landings.shared();
+        match stream::Line::new(self.queue, shared.clone()) {
+            Ok(line) => (Box::new(line), Box::new(self.landings)),
+            Err(error) => {
+                shared.lose(&error);
+                (Box::new(stream::Gone(error)), Box::new(self.landings))
+            }
+        }
     }
 }

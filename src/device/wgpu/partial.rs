@@ -37,6 +37,8 @@ pub enum Form {
     Verify(u32),
     /// Through the plan of a pass, of so many rows.
     Pass(u32),
+    /// Through the plan of a pass that brings what the bank lacks: nothing misses.
+    Streamed,
 }
 
 impl Form {
@@ -55,7 +57,7 @@ impl Form {
     #[must_use]
     pub const fn rows(self) -> u32 {
         match self {
-            Self::Step => 1,
+            Self::Step | Self::Streamed => 1,
             Self::Verify(rows) | Self::Pass(rows) => rows,
         }
     }
@@ -105,7 +107,7 @@ impl MissLaid {
         let [picks, rows] = self.words(form);
         let [of_picks, of_rows] = match form {
             Form::Step | Form::Verify(_) => [first, Name::Routing],
-            Form::Pass(_) => prefill::MISS,
+            Form::Pass(_) | Form::Streamed => prefill::MISS,
         };
         [piece(first, counts_at(moe), self.layers * self.experts), piece(of_picks, 0, picks), piece(of_rows, 0, rows)]
     }
@@ -119,6 +121,7 @@ impl MissLaid {
                 let unions = form.rows() as usize / at_once;
                 [unions * union_words(self.top_k, at_once), form.rows() as usize * hidden]
             }
+            Form::Streamed => [0, 0],
             Form::Pass(rows) => [4 * rows as usize * self.top_k, rows as usize * hidden],
         }
     }
@@ -169,7 +172,7 @@ impl MissLaid {
                 }
                 of_rows
             }
-            Form::Pass(_) => picks.chunks_exact(4).map(|pick| (pick[0], pick[1])).collect(),
+            Form::Pass(_) | Form::Streamed => picks.chunks_exact(4).map(|pick| (pick[0], pick[1])).collect(),
         };
         let mut missed = Missed {
             stop,
@@ -268,6 +271,18 @@ impl Held {
         Self { places, experts: core.geometry.moe.map_or(0, |moe| moe.experts) }
     }
 
+    /// What lies in the places: `[layer][place]`.
+    #[must_use]
+    pub fn places(&self) -> &[Vec<Option<ExpertIx>>] {
+        &self.places
+    }
+
+    /// Experts of a layer.
+    #[must_use]
+    pub fn experts(&self) -> usize {
+        self.experts
+    }
+
     /// Words of the map that change when an expert comes to a place, with their new values. The spare place is in no map.
     fn moves(&mut self, layer: LayerIx, place: PlaceIx, expert: ExpertIx) -> Vec<(u64, u32)> {
         let at = |expert: ExpertIx| (layer.index() * self.experts + expert.index()) as u64;
@@ -332,7 +347,7 @@ impl GpuQueue {
         let (slot, hidden) = (stop.slot, self.core.geometry.hidden);
         let rows = form.rows();
         let most = rows as usize * moe.top_k;
-        let weights_at = self.shared.miss().map_or(0, |laid| laid.words(form)[0]) as u32;
+        let weights_at = self.weights_at(form);
         let good: Vec<(u32, &[f32])> = (made.at.iter().copied())
             .zip(made.outputs.chunks_exact(hidden))
             .filter(|(at, _)| (*at as usize) < most)
@@ -360,6 +375,16 @@ impl GpuQueue {
         }
         self.cures.push((slot, form));
         Ok(())
+    }
+
+    /// Word behind the picks of a route, where their weights lie.
+    pub(super) fn weights_at(&self, form: Form) -> u32 {
+        self.shared.miss().map_or(0, |laid| laid.words(form)[0]) as u32
+    }
+
+    /// Encodes the end of a step's cure.
+    pub(super) fn end_cure_of_step(&mut self, slot: SlotIx, rows: u32) {
+        self.mend(slot, &[SUM_OF_STEP, END], rows);
     }
 
     /// Encodes the ends of cures that were begun.
@@ -415,7 +440,9 @@ impl GpuQueue {
                         rounds.verify[at].encode(&mut pass, &bound.verify[at], rows, wanted, |_, _| {});
                     }
                 }
-                Form::Pass(_) => self.core.pass[0].encode(&mut pass, &bound.pass[0], rows, wanted, |_, _| {}),
+                Form::Pass(_) | Form::Streamed => {
+                    self.core.pass[0].encode(&mut pass, &bound.pass[0], rows, wanted, |_, _| {})
+                }
             }
         }
         self.ready.push(encoder.finish());

@@ -71,7 +71,12 @@ pub struct PassFrame<'m> {
     pub cooperative: bool,
     /// Parts of the keys, one of [`SPLITS`].
     pub splits: u32,
+    /// Places that experts without one stream through, at most [`STREAM_PLACES_MAX`]; `None` halts at the first such.
+    pub streamed: Option<usize>,
 }
+
+/// Most places that experts stream through.
+pub const STREAM_PLACES_MAX: usize = 16;
 
 /// Parts of the keys: one, or several where few rows stand behind many positions and would leave a card idle.
 pub const SPLITS: [u32; 2] = [1, TAIL_SPLITS];
@@ -138,7 +143,7 @@ fn needs(geometry: &Geometry, weights: &Weights, rows: usize) -> Vec<(Name, usiz
 
 /// Word of the list where sorted rows begin: behind the largest number of tiles.
 fn order_at(picks: usize, places: usize) -> usize {
-    4 + 4 * (picks / TILE_ROWS as usize + places)
+    4 + 4 * (picks / TILE_ROWS as usize + places.max(STREAM_PLACES_MAX))
 }
 
 /// Most rows, up to `wanted`, whose buffers the device can bind.
@@ -163,6 +168,11 @@ pub fn bytes(geometry: &Geometry, places: Option<usize>, rows: usize) -> u64 {
 #[must_use]
 pub fn survives(name: Name) -> bool {
     [X, NORMED, ROUTES, SHARED_OUT, MADE, super::rounds::TAKEN].contains(&name)
+}
+
+/// Those of such buffers that need not.
+pub(super) fn scratch(buffers: &HashMap<Name, wgpu::Buffer>) -> impl Iterator<Item = (&Name, &wgpu::Buffer)> {
+    buffers.iter().filter(|(name, _)| matches!(name, Name::Wide(_)) && !survives(**name))
 }
 
 /// What a pass's route and norm left, for the record of a miss.
@@ -201,6 +211,8 @@ pub(super) struct Builder<'m> {
     pub(super) plan: Plan<Key>,
     section: Section,
     block: Option<BlockIx>,
+    /// Places of the experts that products are of.
+    places: usize,
 }
 
 /// Records a pass.
@@ -209,7 +221,7 @@ pub fn record(pass: PassFrame<'_>) -> Plan<Key> {
     let none = pass.frame.weights.banks.is_empty();
     let section = if none { Section::Accept } else { Section::Route(LayerIx(0)) };
     // the rows' arrival counts as the first block's
-    let mut b = Builder { pass, plan: Plan::default(), section, block: Some(BlockIx(0)) };
+    let mut b = Builder { pass, plan: Plan::default(), section, block: Some(BlockIx(0)), places: 0 };
     b.take();
     for (i, block) in pass.frame.weights.blocks.iter().enumerate() {
         let block_ix = BlockIx::from(i);
@@ -224,6 +236,39 @@ pub fn record(pass: PassFrame<'_>) -> Plan<Key> {
     b.section = Section::Accept;
     b.block = None;
     b.last();
+    b.plan
+}
+
+/// Runs that `experts` at most take through `places`.
+#[must_use]
+pub fn chunks_of(experts: usize, places: usize) -> usize {
+    experts.div_ceil(places)
+}
+
+/// Products of a layer's experts.
+pub const EXPERT_DISPATCHES: usize = 4;
+
+/// Records what a pass does with experts that stream through places: for each layer a sort for each run of them, as many
+/// as [`chunks_of`] all experts, then the products of any run, [`EXPERT_DISPATCHES`].
+///
+/// # Panics
+///
+/// If the pass has no such places.
+#[must_use]
+pub fn record_stream(pass: PassFrame<'_>) -> Plan<Key> {
+    let places = pass.streamed.expect("places to stream through");
+    let mut b = Builder::bare(pass);
+    b.places = places;
+    for (i, block) in pass.frame.weights.blocks.iter().enumerate() {
+        let BlockLaid::Moe(laid) = block else { continue };
+        b.block = Some(BlockIx::from(i));
+        b.section = Section::Experts(laid.layer);
+        let residents = pass.frame.weights.banks[laid.layer.index()].residents.len();
+        for run in 0..chunks_of(b.moe_geometry().experts, places) {
+            b.sort(laid.layer, residents + run * places, true);
+        }
+        b.experts(laid.layer, Name::Stream);
+    }
     b.plan
 }
 
@@ -289,7 +334,7 @@ impl<'m> Builder<'m> {
 
     /// A plan of what belongs to no block.
     pub(super) fn bare(pass: PassFrame<'m>) -> Self {
-        Self { pass, plan: Plan::default(), section: Section::Accept, block: None }
+        Self { pass, plan: Plan::default(), section: Section::Accept, block: None, places: 0 }
     }
 
     /// A matrix over the rows encoded last.
@@ -453,8 +498,8 @@ impl<'m> Builder<'m> {
         };
         let x = (laid.rows as u32).div_ceil(form.tile_cols());
         let grid = if experts {
-            let places = self.pass.frame.weights.banks[p.layer as usize].residents.len() as u32;
-            Grid::Tiles { per: TILE_ROWS, x, top_k: self.moe_geometry().top_k as u32, places }
+            let (top_k, places) = (self.moe_geometry().top_k as u32, self.places as u32);
+            Grid::Tiles { per: TILE_ROWS, x, top_k, places }
         } else {
             Grid::Rows { per: TILE_ROWS, x, z: 1 }
         };
@@ -722,7 +767,13 @@ impl<'m> Builder<'m> {
             Self::key(&PREFILL_ROUTE, Self::PLAIN, ENCODE_WG, &numbers),
             Class::Router,
             bytemuck::bytes_of(&params),
-            &[Name::Control, arena, LOGITS, Name::Map, ROUTES],
+            &[
+                Name::Control,
+                arena,
+                LOGITS,
+                if self.pass.streamed.is_some() { Name::StreamMap } else { Name::Map },
+                ROUTES,
+            ],
             Grid::Rows { per: 1, x: 1, z: 1 },
         );
         if !self.pass.frame.full {
@@ -736,18 +787,8 @@ impl<'m> Builder<'m> {
                 Grid::Fixed([1, 1, 1]),
             );
         }
-        let bank = &self.pass.frame.weights.banks[layer.index()];
-        let [up, down] = bank.place.mlp;
-        let form = self.form(up.format);
-        let numbers = [("TOP_K", g.top_k), ("PLACES", bank.residents.len()), ("TILE_ROWS", TILE_ROWS as usize)];
-        let params = params::PassSort { layer: u32::from(layer.0), order: self.order(layer), pad: [0; 2] };
-        self.push(
-            Self::key(&PREFILL_SORT, Self::PLAIN, WG, &numbers),
-            Class::Router,
-            bytemuck::bytes_of(&params),
-            &[Name::Control, ROUTES, LIST],
-            Grid::Fixed([1, 1, 1]),
-        );
+        self.places = self.pass.frame.weights.banks[layer.index()].residents.len();
+        self.sort(layer, 0, self.pass.streamed.is_some());
 
         self.section = Section::Experts(layer);
         let of_layer = u32::from(layer.0);
@@ -786,8 +827,49 @@ impl<'m> Builder<'m> {
         let product = Product { laid: shared_down, out: SHARED_OUT, stride: hidden, relu2: false, ..product };
         self.product(Class::ShDown, &product, ACTS);
 
+        self.experts(layer, Name::Bank(layer));
+
+        self.section = Section::Sum(layer);
+        let params = params::PassSum { stride: hidden as u32, width: width as u32, alone: 0, weighted: 1 };
+        self.push(
+            Self::key(&PREFILL_SUM, Self::PLAIN, ENCODE_WG, &[("TOP_K", g.top_k)]),
+            Class::ExpDown,
+            bytemuck::bytes_of(&params),
+            &[Name::Control, ROUTES, MADE, SHARED_OUT, X],
+            Grid::Rows { per: 1, x: (width as u32).div_ceil(ENCODE_WG), z: 1 },
+        );
+        let next = LayerIx(layer.0 + 1);
+        let more = next.index() < self.pass.frame.weights.banks.len();
+        self.section = if more { Section::Route(next) } else { Section::Accept };
+    }
+
+    /// The pass's picks among the builder's places, of which the map calls the first `first`.
+    fn sort(&mut self, layer: LayerIx, first: usize, others: bool) {
+        let top_k = self.moe_geometry().top_k;
+        let numbers = [("TOP_K", top_k), ("PLACES", self.places), ("TILE_ROWS", TILE_ROWS as usize)];
+        let params = params::PassSort {
+            layer: u32::from(layer.0),
+            order: self.order(layer),
+            first: first as u32,
+            others: u32::from(others),
+        };
+        self.push(
+            Self::key(&PREFILL_SORT, Self::PLAIN, WG, &numbers),
+            Class::Router,
+            bytemuck::bytes_of(&params),
+            &[Name::Control, ROUTES, LIST],
+            Grid::Fixed([1, 1, 1]),
+        );
+    }
+
+    /// Up and down of the experts in places of `from`, for the picks sorted last.
+    fn experts(&mut self, layer: LayerIx, from: Name) {
+        let g = self.moe_geometry();
+        let (hidden, width, of_layer) = (self.hidden(), self.geometry().hidden, u32::from(layer.0));
+        let bank = &self.pass.frame.weights.banks[layer.index()];
+        let [up, down] = bank.place.mlp;
+        let form = self.form(up.format);
         let place = (bank.place.bytes / 16) as u32;
-        let from = Name::Bank(layer);
         let e = Encode {
             norm: NONE,
             field: up.field,
@@ -822,19 +904,6 @@ impl<'m> Builder<'m> {
         self.encode(Class::ExpDown, self.form(down.format), &e, from);
         let product = Product { laid: down, out: MADE, stride: hidden, to: To::Pick, relu2: false, ..product };
         self.product(Class::ExpDown, &product, ACTS);
-
-        self.section = Section::Sum(layer);
-        let params = params::PassSum { stride: hidden as u32, width: width as u32, alone: 0, weighted: 1 };
-        self.push(
-            Self::key(&PREFILL_SUM, Self::PLAIN, ENCODE_WG, &[("TOP_K", g.top_k)]),
-            Class::ExpDown,
-            bytemuck::bytes_of(&params),
-            &[Name::Control, ROUTES, MADE, SHARED_OUT, X],
-            Grid::Rows { per: 1, x: (width as u32).div_ceil(ENCODE_WG), z: 1 },
-        );
-        let next = LayerIx(layer.0 + 1);
-        let more = next.index() < self.pass.frame.weights.banks.len();
-        self.section = if more { Section::Route(next) } else { Section::Accept };
     }
 
     fn last(&mut self) {

@@ -14,11 +14,13 @@ use super::layout::padded;
 use super::pace::{Pace, Unit};
 use super::partial::{COUNTS, Form, Held, form_behind};
 use super::prefill::{ROWS_MIN, split_of};
+use super::prepared::{Encoded, Prepared};
 use super::rounds::draft_block;
 use super::slot::ROWS;
 use super::stamps::{Recording, Stamps, stamp};
+use super::stream::Desk;
 use super::upload::buffer;
-use crate::device::{DeviceError, Item, Pass, Phase, Point, Queue, Read, Run, Seed, Stamp, Work};
+use crate::device::{DeviceError, Item, Pass, Phase, Point, Queue, Read, Run, Seed, Staging, Stamp, Work};
 use crate::ids::{BlockIx, Position, SlotIx, TokenId, Turn};
 use crate::knobs::DispatchClass;
 use crate::model::geometry::BlockKind;
@@ -41,13 +43,21 @@ pub struct GpuQueue {
     /// What lies in the banks.
     pub(super) held: Held,
     /// Positions that a slot may have reached, by slot.
-    reach: Vec<usize>,
+    pub(super) reach: Vec<usize>,
     /// Timestamps, where they are asked for.
-    stamps: Option<Stamps>,
+    pub(super) stamps: Option<Stamps>,
     /// How much one submission may hold.
     pace: Pace,
     /// What the next landing ends.
-    measured: Option<(Unit, usize)>,
+    pub(super) measured: Option<(Unit, usize)>,
+    /// Command buffers made ready ahead of their cure.
+    pub(super) prepared: Vec<Prepared>,
+    /// Where command buffers go while they are made ready: with what is copied behind each.
+    pub(super) recorded: Option<Vec<Encoded>>,
+    /// Mapped buffers that cures travel through.
+    pub(super) cure_staging: super::prepared::Free,
+    /// What waits behind a pass that streams.
+    pub(super) behind: Option<std::sync::Weak<Desk>>,
 }
 
 /// Rows times blocks of one submission of a pass, at most: the host encodes the next while one runs.
@@ -96,6 +106,10 @@ impl GpuQueue {
             stamps,
             pace,
             measured: None,
+            prepared: Vec::new(),
+            recorded: None,
+            cure_staging: super::prepared::Free::default(),
+            behind: None,
         }
     }
 
@@ -133,11 +147,11 @@ impl GpuQueue {
     }
 
     /// Timestamps for a command buffer of this kind of work, where they are asked for.
-    fn stamped(&mut self, kind: WorkKind) -> Option<Recording> {
+    pub(super) fn stamped(&mut self, kind: WorkKind) -> Option<Recording> {
         self.stamps.as_mut().and_then(|stamps| stamps.begin(kind).ok().flatten())
     }
 
-    fn end_stamps(&mut self, recording: Option<Recording>, encoder: &mut wgpu::CommandEncoder) {
+    pub(super) fn end_stamps(&mut self, recording: Option<Recording>, encoder: &mut wgpu::CommandEncoder) {
         if let (Some(stamps), Some(recording)) = (&mut self.stamps, recording) {
             stamps.end(recording, encoder);
         }
@@ -272,7 +286,7 @@ impl GpuQueue {
                 self.begin_run(run);
                 self.batches(run, None);
             }
-            Work::Prefill(pass) => self.prefill(run, pass),
+            Work::Prefill(pass) => self.prefill(run, pass)?,
             Work::Rounds { depth } if *depth > 0 && *depth < self.core.sizes.snapshots => {
                 self.flight(run.stamp, run.limit, *depth as u32 + 1, 1, true, true);
                 let most = self.core.sizes.positions;
@@ -288,28 +302,97 @@ impl GpuQueue {
         Ok(())
     }
 
-    fn prefill(&mut self, run: &Run, pass: &Pass) {
+    /// Rows of a prefill pass.
+    pub(super) fn pass_rows(&self, run: &Run) -> Option<usize> {
+        match &run.work {
+            Work::Prefill(pass) => Some(pass.rows.len() / self.core.geometry.hidden),
+            _ => None,
+        }
+    }
+
+    fn prefill(&mut self, run: &Run, pass: &Pass) -> Result<(), DeviceError> {
         let n = pass.rows.len() / self.core.geometry.hidden;
         let wide = if self.core.mend.is_some() { n > 1 } else { n >= ROWS_MIN };
-        if wide {
+        if self.core.streamed.as_ref().is_some_and(|streamed| streamed.takes(run, n)) {
+            self.prefill_streamed(run, pass, n)?;
+        } else if n > self.core.sizes.given {
+            return Err(DeviceError::Unfit { why: format!("a pass of {n} rows, of {}", self.core.sizes.given) });
+        } else if wide {
             self.prefill_wide(run, pass, n);
         } else {
             self.prefill_rows(run, pass);
+        }
+        Ok(())
+    }
+
+    /// Writes what the dispatches of a wide pass look at, and begins it.
+    pub(super) fn begin_pass(&mut self, run: &Run, pass: &Pass, n: usize) {
+        self.flight(run.stamp, run.limit, n as u32, n as u32, false, true);
+        let last = self.flight_of(run.stamp, run.limit, 1, n as u32, pass.accept, true);
+        self.write(run.stamp.slot, Name::FlightLast, 0, bytemuck::bytes_of(&last));
+        self.begin_run(run);
+        self.reach[run.stamp.slot.index()] += if run.from.is_batch_start() { n } else { 0 };
+    }
+
+    /// Encodes and submits the dispatches of a wide pass whose order lies in `range`, the step's head behind the last.
+    /// `split` is which of the passes' plans; `None` the one that streams.
+    pub(super) fn blocks(&mut self, slot: SlotIx, split: Option<usize>, n: usize, range: std::ops::Range<usize>) {
+        let layers = self.core.weights.banks.len();
+        let end = 3 * layers + 1;
+        // a command buffer for every few blocks, each submitted by itself: a long one would trip a watchdog
+        let blocks = self.core.geometry.blocks.len();
+        let at_once = (self.pace.at_once(Unit::BlockRow).min(PASS_BLOCK_ROWS) / n).max(1);
+        let in_range = |dispatch: &Dispatch| range.contains(&order(dispatch.section, layers));
+        // what belongs to no block stands behind them all
+        let place = |dispatch: &Dispatch| dispatch.block.map_or(blocks, crate::ids::BlockIx::index);
+        let streamed = self.core.streamed.clone();
+        for first in (0..=blocks).step_by(at_once) {
+            let wanted = |d: &Dispatch| in_range(d) && (first..first + at_once).contains(&place(d));
+            let head = (first..first + at_once).contains(&blocks) && range.end == end;
+            let of_step = |ready: &super::core::Ready| ready.plan.dispatches.iter().any(wanted);
+            let any = match split {
+                Some(split) => of_step(&self.core.pass[split]),
+                None => of_step(&streamed.as_ref().expect("a device that streams").pass),
+            };
+            if !any && !head {
+                continue;
+            }
+            let mut encoder = self.encoder();
+            let mut stamps = self.stamped(WorkKind::Prefill);
+            {
+                let bound = &self.core.slots[slot.index()];
+                let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+                let wide = bound.streamed.as_ref();
+                let (ready, groups) = match (split, &streamed, wide) {
+                    (None, Some(streamed), Some(wide)) => (&streamed.pass, &wide.pass),
+                    (split, ..) => (&self.core.pass[split.unwrap_or(0)], &bound.pass[split.unwrap_or(0)]),
+                };
+                ready.encode(&mut pass, groups, n as u32, wanted, |p, c| stamp(&mut stamps, p, c));
+                if head {
+                    if let (Some(rounds), Some(groups)) = (&self.core.rounds, &bound.rounds) {
+                        let groups = wide.filter(|_| split.is_none()).map_or(&groups.pass, |wide| &wide.rounds);
+                        let taken = |p: &mut wgpu::ComputePass<'_>, c| stamp(&mut stamps, p, c);
+                        rounds.pass.encode(&mut pass, groups, n as u32, |_| true, taken);
+                    }
+                    let head = |dispatch: &Dispatch| dispatch.block.is_none();
+                    self.core.step.encode(&mut pass, &bound.last, 1, head, |p, c| stamp(&mut stamps, p, c));
+                }
+            }
+            self.end_stamps(stamps, &mut encoder);
+            self.ready.push(encoder.finish());
+            self.submit();
         }
     }
 
     /// All rows at once, through the plan of a pass; the last row goes through the step's head.
     fn prefill_wide(&mut self, run: &Run, pass: &Pass, n: usize) {
         let slot = run.stamp.slot;
-        let begins = run.from.is_batch_start();
-        if begins {
+        if run.from.is_batch_start() {
             self.write(slot, Name::Given, 0, &super::layout::rows_padded(&pass.rows, self.core.geometry.hidden));
         }
-        self.flight(run.stamp, run.limit, n as u32, n as u32, false, true);
-        let last = self.flight_of(run.stamp, run.limit, 1, n as u32, pass.accept, true);
-        self.write(slot, Name::FlightLast, 0, bytemuck::bytes_of(&last));
-        self.begin_run(run);
-        let split = split_of(n, self.reach[slot.index()] + n);
+        let before = self.reach[slot.index()];
+        self.begin_pass(run, pass, n);
+        let split = split_of(n, before + n);
 
         let layers = self.core.weights.banks.len();
         let end = 3 * layers + 1;
@@ -319,42 +402,12 @@ impl GpuQueue {
         while at < to {
             let cut = peeks.next();
             let until = cut.map_or(to, |(point, _)| order_of(*point) + 1);
-            // a command buffer for every few blocks, each submitted by itself: a long one would trip a watchdog
-            let blocks = self.core.geometry.blocks.len();
-            let at_once = (self.pace.at_once(Unit::BlockRow).min(PASS_BLOCK_ROWS) / n).max(1);
-            for first in (0..=blocks).step_by(at_once) {
-                let mut encoder = self.encoder();
-                let mut stamps = self.stamped(WorkKind::Prefill);
-                {
-                    let bound = &self.core.slots[slot.index()];
-                    let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-                    // what belongs to no block stands behind them all
-                    let place = |dispatch: &Dispatch| dispatch.block.map_or(blocks, crate::ids::BlockIx::index);
-                    let wanted = |dispatch: &Dispatch| {
-                        (at..until).contains(&order(dispatch.section, layers))
-                            && (first..first + at_once).contains(&place(dispatch))
-                    };
-                    self.core.pass[split]
-                        .encode(&mut pass, &bound.pass[split], n as u32, wanted, |p, c| stamp(&mut stamps, p, c));
-                    if (first..first + at_once).contains(&blocks) && until == end {
-                        if let (Some(rounds), Some(groups)) = (&self.core.rounds, &bound.rounds) {
-                            let taken = |p: &mut wgpu::ComputePass<'_>, c| stamp(&mut stamps, p, c);
-                            rounds.pass.encode(&mut pass, &groups.pass, n as u32, |_| true, taken);
-                        }
-                        let head = |dispatch: &Dispatch| dispatch.block.is_none();
-                        self.core.step.encode(&mut pass, &bound.last, 1, head, |p, c| stamp(&mut stamps, p, c));
-                    }
-                }
-                self.end_stamps(stamps, &mut encoder);
-                self.ready.push(encoder.finish());
-                self.submit();
-            }
+            self.blocks(slot, Some(split), n, at..until);
             if let Some((_, staging)) = cut {
                 self.land(run.stamp, staging.0 as usize, Report::Peek);
             }
             at = until;
         }
-        self.reach[slot.index()] += if begins { n } else { 0 };
         self.measured = Some((Unit::BlockRow, n * self.core.geometry.blocks.len()));
     }
 
@@ -380,7 +433,7 @@ impl GpuQueue {
     }
 
     /// Encodes the run's batches from its first point to its last. `row` is the given row that a batch begins with.
-    fn batches(&mut self, run: &Run, row: Option<usize>) {
+    pub(super) fn batches(&mut self, run: &Run, row: Option<usize>) {
         let _span = trace_span!(target: "riparian::wgpu", "encode").entered();
         let layers = self.core.weights.banks.len();
         let end = 3 * layers + 1;
@@ -389,7 +442,10 @@ impl GpuQueue {
         self.measured = Some((Unit::Step, (run.to.batch - run.from.batch).max(1) as usize));
         for batch in run.from.batch..=run.to.batch {
             if batch > run.from.batch && ((batch - run.from.batch) as usize).is_multiple_of(at_once) {
-                self.submit_ready();
+                match &mut self.recorded {
+                    Some(recorded) => recorded.extend(self.open.take().map(|encoder| (encoder.finish(), None))),
+                    None => self.submit_ready(),
+                }
             }
             let mut at = if batch == run.from.batch { order_of(run.from) } else { 0 };
             let to = if batch == run.to.batch { order_of(run.to) } else { end };
@@ -439,25 +495,40 @@ impl GpuQueue {
         }
     }
 
-    fn land(&mut self, stamp: Stamp, staging: usize, report: Report) {
+    /// Encodes the copy of a slot's record, of batches that ran so.
+    pub(super) fn copy_record(&mut self, slot: SlotIx, staging: usize, report: Report, form: Form) {
         let _span = trace_span!(target: "riparian::wgpu", "copy").entered();
         let mut encoder = self.take_open();
-        let slot = &self.core.slots[stamp.slot.index()].slot;
+        let slot = &self.core.slots[slot.index()].slot;
         let to = self.shared.record(staging).clone();
         let head = size_of::<Control>() as u64;
         encoder.copy_buffer_to_buffer(slot.buffer(Name::Control), 0, &to, 0, head);
         encoder.copy_buffer_to_buffer(slot.buffer(Name::Out), 0, &to, head, RECORD_BYTES - head);
-        let form = self.forms[stamp.slot.index()];
         if let (Some(laid), Some(moe)) = (self.shared.miss(), &self.core.geometry.moe) {
             let mut at = RECORD_BYTES;
             for (i, piece) in laid.pieces(moe, form).into_iter().enumerate() {
-                if i != COUNTS || report == Report::Land {
+                if piece.bytes > 0 && (i != COUNTS || report == Report::Land) {
                     encoder.copy_buffer_to_buffer(slot.buffer(piece.from), piece.at, &to, at, piece.bytes);
                 }
                 at += piece.bytes;
             }
         }
         self.open = Some(encoder);
+    }
+
+    fn land(&mut self, stamp: Stamp, staging: usize, report: Report) {
+        let form = self.forms[stamp.slot.index()];
+        self.copy_record(stamp.slot, staging, report, form);
+        if let Some(recorded) = &mut self.recorded {
+            recorded.extend(self.open.take().map(|encoder| (encoder.finish(), Some((staging, report)))));
+            return;
+        }
+        self.submit_landing(stamp, staging, report, form);
+    }
+
+    /// Submits a record's copy with what comes before it.
+    pub(super) fn submit_landing(&mut self, stamp: Stamp, staging: usize, report: Report, form: Form) {
+        let to = self.shared.record(staging).clone();
         let submission = self.submit();
         if let Some((unit, units)) = self.measured.take() {
             self.pace.measure(&self.core.context.queue, unit, units);
@@ -728,6 +799,7 @@ impl Queue for GpuQueue {
         if let Some(stamps) = &mut self.stamps {
             stamps.take();
         }
+        let Some(items) = self.append_prepared(items)? else { return Ok(()) };
         let hidden = self.core.geometry.hidden;
         let forms: Vec<_> = (0..items.len()).map(|at| form_behind(&items, at, hidden)).collect();
         for (item, form) in items.into_iter().zip(forms) {
@@ -736,5 +808,9 @@ impl Queue for GpuQueue {
         self.end_cures();
         self.submit_ready();
         Ok(())
+    }
+
+    fn prepare(&mut self, run: &Run, landing: Staging) {
+        self.make_ready(run, landing);
     }
 }

@@ -163,6 +163,14 @@ impl Slot {
         Ok(Self { buffers })
     }
 
+    /// The slot with other buffers in the place of some, or beside its own.
+    #[must_use]
+    pub fn with(&self, others: &HashMap<Name, wgpu::Buffer>) -> Self {
+        let mut buffers = self.buffers.clone();
+        buffers.extend(others.iter().map(|(name, buffer)| (*name, buffer.clone())));
+        Self { buffers }
+    }
+
     /// A buffer of the slot.
     ///
     /// # Panics

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 
 use super::adapter::Context;
 use super::core::Core;
-use super::layout::{codes, field, side};
+use super::stream::lay_out;
 use super::weights::{PlaceLaid, expert_in};
 use crate::device::{DeviceError, Payload, Stager};
 use crate::model::tensors::Codec;
@@ -74,19 +74,7 @@ impl GpuStager {
     /// An expert as a place of `layer` holds it.
     fn lay(&self, place: &PlaceLaid, expert: &MlpWeights) -> Result<Staged, DeviceError> {
         let staged = Staged { buffer: self.take()?, free: self.free.clone() };
-        {
-            let mapped = staged.buffer.get_mapped_range_mut(..);
-            let mut view = mapped.map_err(|e| DeviceError::Lost { why: e.to_string() })?;
-            let mut put = |at: usize, bytes: &[u8]| view.slice(at..at + bytes.len()).copy_from_slice(bytes);
-            for (matrix, laid) in [(&expert.up, &place.mlp[0]), (&expert.down, &place.mlp[1])] {
-                put(16 * laid.base as usize, &codes(matrix, 0, laid.rows));
-                put(4 * laid.side as usize, &side(matrix, 0, laid.rows));
-                if laid.field != crate::device::params::NONE {
-                    put(16 * laid.field as usize, &field(matrix));
-                }
-            }
-        }
-        staged.buffer.unmap();
+        lay_out(&staged.buffer, place, expert)?;
         Ok(staged)
     }
 }
