@@ -9,18 +9,38 @@ use riparian::audio::read::read_bytes;
 use riparian::model::config::{TextConfig, parse_json};
 use riparian::model::container::Container;
 use riparian::model::convert::{ConvertOptions, Quant, convert};
+use riparian::model::hash::hash64;
 use riparian::model::open::from_container;
 use riparian::model::quant::{self, Floats};
 use riparian::model::tensors::{Codec, Matrix};
 use riparian::model::{Summary, verify};
 
-/// A file: opened, and all of it read if it opens.
+/// A file: opened, and all of it read if it opens; as it is, and with the hashes that its sections should have, so that
+/// changes get behind them.
 pub(crate) fn container(data: &[u8]) {
-    let Ok(container) = Container::from_bytes(Path::new("input.cmf"), Arc::new(data.to_vec())) else { return };
+    read(data.to_vec());
+    read(sealed(data));
+}
+
+fn read(data: Vec<u8>) {
+    let Ok(container) = Container::from_bytes(Path::new("input.cmf"), Arc::new(data)) else { return };
     let _ = verify(&container, |_| {});
     let _ = Summary::of(&container);
     container.tensors().iter().for_each(|tensor| drop(tensor.to_f32()));
     let _ = from_container(container);
+}
+
+/// The file with the hashes of its header and directory made right (`cmf.md` §2).
+fn sealed(data: &[u8]) -> Vec<u8> {
+    let mut sealed = data.to_vec();
+    for (section, hash) in [(0x10, 0x70), (0x20, 0x78)] {
+        let word = |at: usize| data.get(at..at + 8).map(|b| u64::from_le_bytes(b.try_into().expect("eight bytes")));
+        let (Some(offset), Some(len), Some(_)) = (word(section), word(section + 8), word(hash)) else { break };
+        let Some(end) = offset.checked_add(len).filter(|end| *end <= data.len() as u64) else { continue };
+        let right = hash64(&data[offset as usize..end as usize]);
+        sealed[hash..hash + 8].copy_from_slice(&right.to_le_bytes());
+    }
+    sealed
 }
 
 /// A recording: what can be read of it is numbers.
