@@ -21,6 +21,8 @@ use crate::host::attention::{Partial, Tile, attend_body};
 use crate::host::mamba::{Convolution, Head, convolve_body, scan_body};
 use crate::host::norm::gated_groups;
 
+/// How far ahead of its use a weight is asked for: beyond the page, so that its address is translated in time too.
+const AHEAD: usize = 4096 + 512;
 /// Groups of a half stretch.
 const EIGHT: usize = LANES / 2;
 /// Where the groups of half a stretch of woven q4tp weights lie, in order.
@@ -281,6 +283,14 @@ with_instructions! {
         unsafe { _mm256_storeu_si256(out.as_mut_ptr().cast(), x) }
     }
 
+    /// Asks memory for the `LINES` lines that lie [`AHEAD`] bytes on: the processor's own foresight ends with a page.
+    fn ask<const LINES: usize>(from: *const i8) {
+        for line in 0..LINES {
+            // A prefetch reads nothing and does not fault, wherever it points.
+            _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD + 64 * line));
+        }
+    }
+
     /// Eight groups of codes.
     fn load(codes: &[[i8; GROUP]; EIGHT]) -> [__m256i; 8] {
         let mut vectors = [_mm256_setzero_si256(); 8];
@@ -376,6 +386,7 @@ with_instructions! {
             last[..tail.len()].copy_from_slice(tail);
             let eights = whole.iter().chain((!tail.is_empty()).then_some(&last));
             for (eight, w) in eights.enumerate() {
+                ask::<4>(w.as_ptr());
                 let w = weave(&load(bytemuck::cast_ref(w)));
                 let magnitudes = w.map(|w| _mm256_abs_epi8(w));
                 for i in 0..N {
@@ -422,6 +433,7 @@ with_instructions! {
                     Q4_LANES[groups % EIGHT..].iter().for_each(|lane| lanes[*lane] = 0.0);
                     scales = floats(&lanes);
                 }
+                ask::<2>(w.as_ptr());
                 let w: &[[i8; 32]; 4] = bytemuck::cast_ref(w);
                 let eights = turn([bytes(&w[0]), bytes(&w[1]), bytes(&w[2]), bytes(&w[3])]);
                 let even = eights.map(|w| _mm256_and_si256(w, mask));
@@ -532,6 +544,10 @@ fn elements_of<const SIZE: usize, const N: usize>(
         last[..tail.len()].copy_from_slice(tail);
         let chunks = whole.iter().chain((!tail.is_empty()).then_some(&last));
         for (c, w) in chunks.enumerate() {
+            // One row alone is read as fast as memory gives.
+            if N > 1 {
+                ask::<SIZE>(w.as_ptr().cast());
+            }
             let w = w.as_chunks::<8>().0;
             for i in 0..N {
                 let x = x.row(first + i).as_chunks::<8>().0[8 * c..].first_chunk::<8>().expect("padded rows");
