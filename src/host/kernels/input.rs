@@ -131,7 +131,7 @@ impl Input {
                 if let Row::Codes { x, to } = row {
                     let mut folded = vec![0.0; width * GROUP * LANES];
                     folded[..cols].copy_from_slice(x);
-                    (set.quantize)(&mut folded, fields, split, to);
+                    (set.quantize)(&mut folded, fields, split.then_some(cols / GROUP), to);
                 }
             });
             return Self::Codes(codes);
@@ -201,9 +201,9 @@ fn split_group<T: Copy + Default>(group: &[T; GROUP]) -> [T; GROUP] {
 ///
 /// `x` is padded to whole stretches and is left multiplied by `fields`. An infinity
 /// or NaN in a group makes its step one too, so that it reaches the output. Groups lie in order;
-/// for q4tp (`split`) a group's even columns come before its odd ones.
+/// for q4tp (`split`, a row's groups) a group's even columns come before its odd ones.
 #[inline(always)]
-pub(super) fn quantize_body(x: &mut [f32], fields: Option<&[u8]>, split: bool, to: &mut [Stretch]) {
+pub(super) fn quantize_body(x: &mut [f32], fields: Option<&[u8]>, split: Option<usize>, to: &mut [Stretch]) {
     if let Some(fields) = fields {
         fold(x, fields);
     }
@@ -233,8 +233,8 @@ pub(super) fn quantize_body(x: &mut [f32], fields: Option<&[u8]>, split: bool, t
                 q[k] = code;
                 total[k % LANES] += i32::from(code);
             }
-            *codes = if split { split_group(&q) } else { q };
-            *offset = total.iter().sum::<i32>() * if split { -8 } else { -Q8_OFFSET };
+            *codes = if split.is_some() { split_group(&q) } else { q };
+            *offset = total.iter().sum::<i32>() * if split.is_some() { -8 } else { -Q8_OFFSET };
         }
     }
 }

@@ -25,7 +25,7 @@ pub(super) static SET: Set = Set {
     attend: attend_body,
 };
 
-fn quantize(x: &mut [f32], fields: Option<&[u8]>, split: bool, to: &mut [Stretch]) {
+fn quantize(x: &mut [f32], fields: Option<&[u8]>, split: Option<usize>, to: &mut [Stretch]) {
     quantize_body(x, fields, split, to);
 }
 

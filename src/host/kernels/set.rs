@@ -20,7 +20,7 @@ pub(crate) type Line = [f32; BLOCK];
 /// or [`CODES_MAX`] lines) choose the activation rows.
 pub(crate) struct Set {
     /// [`super::input::quantize_body`]
-    pub(crate) quantize: fn(&mut [f32], Option<&[u8]>, bool, &mut [Stretch]),
+    pub(crate) quantize: fn(&mut [f32], Option<&[u8]>, Option<usize>, &mut [Stretch]),
     /// Ladders `[rows, 4]`, rung codes, groups, scales `[rows, lanes]`.
     pub(crate) scales: fn(&[u8], &[u8], usize, &mut [f32]),
     /// Codes `[rows, cols]`, cols.

@@ -79,7 +79,7 @@ macro_rules! kernel {
 }
 
 kernel! {
-    fn quantize(x: &mut [f32], fields: Option<&[u8]>, split: bool, to: &mut [Stretch]) {
+    fn quantize(x: &mut [f32], fields: Option<&[u8]>, split: Option<usize>, to: &mut [Stretch]) {
         let x = x.as_chunks_mut::<8>().0;
         if let Some(fields) = fields {
             let (whole, tail) = fields.as_chunks::<16>();
@@ -92,6 +92,7 @@ kernel! {
                 put(x, folded);
             }
         }
+        let split = split.is_some();
         let factor = if split { -8 } else { -Q8_OFFSET };
         let magnitude = _mm256_set1_epi32(0x7fff_ffff);
         let (least, most) = (_mm256_set1_ps(-127.0), _mm256_set1_ps(127.0));

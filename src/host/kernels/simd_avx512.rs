@@ -37,6 +37,11 @@ const AHEAD: usize = 2048;
 /// Rows of a scan whose B, C and sums stay in the nearest cache while a head's state passes.
 const SCAN_ROWS: usize = 8;
 
+/// Whether a q4tp row's last stretch has so few `groups` that they lie in one vector and are not woven.
+fn is_short(groups: usize) -> bool {
+    groups <= STRETCH / 4
+}
+
 /// The inverse of an order of groups.
 const fn lanes_of(groups: &[usize; LANES]) -> [i32; LANES] {
     let mut lanes = [0; LANES];
@@ -104,7 +109,7 @@ macro_rules! kernel {
 }
 
 kernel! {
-    fn quantize(x: &mut [f32], fields: Option<&[u8]>, split: bool, to: &mut [Stretch]) {
+    fn quantize(x: &mut [f32], fields: Option<&[u8]>, split: Option<usize>, to: &mut [Stretch]) {
         let x = x.as_chunks_mut::<16>().0;
         if let Some(fields) = fields {
             let (whole, tail) = fields.as_chunks::<32>();
@@ -117,10 +122,10 @@ kernel! {
                 put(x, folded);
             }
         }
-        let (factor, lanes) = if split { (-8, &Q4_LANES) } else { (-Q8_OFFSET, &Q8_LANES) };
+        let (factor, lanes) = if split.is_some() { (-8, &Q4_LANES) } else { (-Q8_OFFSET, &Q8_LANES) };
         let magnitude = _mm512_set1_epi32(0x7fff_ffff);
         let (least, most) = (_mm512_set1_ps(-127.0), _mm512_set1_ps(127.0));
-        for (x, to) in x.as_chunks::<{ 2 * STRETCH }>().0.iter().zip(to) {
+        for (stretch, (x, to)) in x.as_chunks::<{ 2 * STRETCH }>().0.iter().zip(to).enumerate() {
             let groups = x.as_chunks::<2>().0.iter().zip(to.codes.as_chunks_mut::<GROUP>().0).zip(lanes);
             for ((x, codes), lane) in groups {
                 let (a, b) = (floats(&x[0]), floats(&x[1]));
@@ -144,8 +149,19 @@ kernel! {
                 unsafe { _mm256_storeu_si256(codes.as_mut_ptr().cast(), q) };
             }
             let codes: &mut [[i8; 64]; 8] = bytemuck::cast_mut(&mut to.codes);
+            if split.is_some_and(|groups| is_short(groups - STRETCH * stretch)) {
+                // Even columns, then odd ones.
+                let narrow = |a, b| {
+                    let (a, b) = (_mm512_cvtepi16_epi8(a), _mm512_cvtepi16_epi8(b));
+                    _mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b)
+                };
+                let (a, b, even) = (bytes(&codes[0]), bytes(&codes[1]), _mm512_set1_epi16(255));
+                put_bytes(&mut codes[0], narrow(_mm512_and_si512(a, even), _mm512_and_si512(b, even)));
+                put_bytes(&mut codes[1], narrow(_mm512_srli_epi16::<8>(a), _mm512_srli_epi16::<8>(b)));
+                continue;
+            }
             let mut woven = weave(&load(codes));
-            if split {
+            if split.is_some() {
                 // Eight columns of each group become their four even and their four odd ones, and the groups move to
                 // the lanes where the weights' are.
                 let apart = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
@@ -707,9 +723,13 @@ with_instructions! {
             if !tail.is_empty() {
                 ask::<1>(tail.as_ptr());
                 let stretch = whole.len();
-                let part = |j: usize| some_bytes(&tail[(64 * j).min(tail.len())..]);
                 let scales = _mm512_maskz_permutex2var_ps(kept, low, rungs::<true>(&codes[10 * stretch..]), high);
-                q4_stretch([part(0), part(1), part(2), part(3)], scales, &rows, stretch, &mut acc);
+                if is_short(groups % STRETCH) {
+                    q4_short(some_bytes(tail), scales, &rows, stretch, &mut acc);
+                } else {
+                    let part = |j: usize| some_bytes(&tail[(64 * j).min(tail.len())..]);
+                    q4_stretch([part(0), part(1), part(2), part(3)], scales, &rows, stretch, &mut acc);
+                }
             }
             for i in 0..N {
                 put(&mut sums[i][r], _mm512_permutexvar_ps(lanes, acc[i]));
@@ -737,6 +757,30 @@ with_instructions! {
             let x = &rows[i][stretch];
             let scale = _mm512_mul_ps(floats(&x.steps), scales);
             acc[i] = _mm512_add_ps(acc[i], _mm512_mul_ps(scale, _mm512_cvtepi32_ps(dots_of(&w, x))));
+        }
+    }
+
+    /// As [`q4_stretch`] for up to four groups, as they lie.
+    fn q4_short<const N: usize>(
+        w: __m512i,
+        scales: __m512,
+        rows: &[&[Stretch]; N],
+        stretch: usize,
+        acc: &mut [__m512; N],
+    ) {
+        let mask = _mm512_set1_epi8(15);
+        let (even, odd) = (_mm512_and_si512(w, mask), _mm512_and_si512(_mm512_srli_epi16::<4>(w), mask));
+        for i in 0..N {
+            let x = &rows[i][stretch];
+            let codes: &[[i8; 64]; 8] = bytemuck::cast_ref(&x.codes);
+            let sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), even, bytes(&codes[0]));
+            let sums = _mm512_dpbusd_epi32(sums, odd, bytes(&codes[1]));
+            // A group is a 128-bit lane, and its first place is where `Q4_LANES` has it; the steps of the others are zero.
+            let sums = _mm512_add_epi32(sums, _mm512_shuffle_epi32::<0b10_11_00_01>(sums));
+            let sums = _mm512_add_epi32(sums, _mm512_shuffle_epi32::<0b01_00_11_10>(sums));
+            let products = _mm512_cvtepi32_ps(_mm512_add_epi32(sums, ints(&x.offsets)));
+            let scale = _mm512_mul_ps(floats(&x.steps), scales);
+            acc[i] = _mm512_add_ps(acc[i], _mm512_mul_ps(scale, products));
         }
     }
 
