@@ -31,22 +31,34 @@ fn inner16(row: u32, unit: u32) -> Sixteen {
     return Sixteen(inner[at], inner[at + 1u], inner[at + 2u], inner[at + 3u]);
 }
 
+// 16 columns of a row, times the matrix's column field where it has one; past the rows and columns, the last ones again.
+fn source(row: u32, unit: u32) -> Sixteen {
+    let last = min(unit, COLS / 16u - 1u);
+    let v = source16(min(row, flight.rows - 1u), last);
+    if (params.field == NONE) {
+        return v;
+    }
+    return times(v, floats16(params.field, last));
+}
+
 @compute @workgroup_size(WG)
 fn main(ids: Ids) {
     let first = ids.group.y * ROWS;
     let block = ids.group.x * BLOCK;
+    // the first units are asked for before the weights, which they would have to wait for otherwise
+    let near = source(first, thread(ids));
+    let near_cell = first_cell(ids, first);
     var held = ahead(ids, params.base, block + team(ids) * WIDE, params.rows - 1u);
+    prepare(ids, first, near_cell);
+    workgroupBarrier();
     for (var r = 0u; r < ROWS; r++) {
         for (var t = 0u; t < COLS / 16u; t += WG) {
             let unit = t + thread(ids);
-            var v = Sixteen();
-            if (unit < COLS / 16u && first + r < flight.rows) {
-                v = source16(first + r, unit);
-                if (params.field != NONE) {
-                    v = times(v, floats16(params.field, unit));
-                }
+            var v = near;
+            if (r > 0u || t > 0u) {
+                v = source(first + r, unit);
             }
-            in_encode(ids, r, unit, v, unit < COLS / 16u);
+            in_encode(ids, r, unit, finished(r, min(unit, COLS / 16u - 1u), v), unit < COLS / 16u);
         }
     }
     workgroupBarrier();

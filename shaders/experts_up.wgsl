@@ -42,10 +42,17 @@ fn out_write_scale(row: u32, group: u32, v: vec2<f32>) {
     made_scale[row * (OUT_COLS / 32u) + group] = v;
 }
 
+fn normed(row: u32, unit: u32) -> Sixteen {
+    let start = row * (COLS / 4u) + 4u * min(unit, COLS / 16u - 1u);
+    return Sixteen(routing[start], routing[start + 1u], routing[start + 2u], routing[start + 3u]);
+}
+
 @compute @workgroup_size(WG)
 fn main(ids: Ids) {
     let first = ids.group.z * ROWS;
     let at = ids.group.z * union_words(TOP_K);
+    // the row waits for nobody, so it is asked for first
+    let near = normed(first, thread(ids));
     // everything is asked for at once; what an absent expert reads is never used
     let entry = at + 1u + ids.group.y * ENTRY;
     let place = routes[entry + 1u];
@@ -61,8 +68,10 @@ fn main(ids: Ids) {
             let unit = t + thread(ids);
             var v = Sixteen();
             if (unit < COLS / 16u) {
-                let start = (first + r) * (COLS / 4u) + 4u * unit;
-                v = Sixteen(routing[start], routing[start + 1u], routing[start + 2u], routing[start + 3u]);
+                v = near;
+                if (r > 0u || t > 0u) {
+                    v = normed(first + r, unit);
+                }
                 if (params.field != NONE) {
                     v = times(v, floats16(base + params.field, unit));
                 }

@@ -41,8 +41,8 @@ var<workgroup> best_of: array<vec2<u32>, BEST_CELLS>;
 @compute @workgroup_size(WG)
 fn main(ids: Ids) {
     let first = ids.group.y * ROWS;
-    let scales = norm_scales(ids, first, flight.rows);
-    stage_normed(ids, first, flight.rows, scales, params.norm, params.field);
+    let near = weighed(first, thread(ids), flight.rows, params.norm, params.field);
+    var scales = stage_normed(ids, first, flight.rows, params.norm, params.field, near);
     if (!live() || flight.accept == 0u) {
         return;
     }
@@ -60,7 +60,7 @@ fn main(ids: Ids) {
         for (var q = 0u; q < WIDE; q++) {
             if (t + team(ids) * WIDE + q < BLOCK && row + q < params.rows) {
                 for (var r = 0u; r < ROWS; r++) {
-                    let y = sums[q * ROWS + r];
+                    let y = sums[q * ROWS + r] * scales[r];
                     if (!is_finite(y) && bitcast<u32>(y) != MINUS_INFINITY) {
                         // no id is better than this one, which none is
                         value[r] = LARGEST;

@@ -4,7 +4,7 @@
 // routing  f32: normed [rows, COLS], then logits [rows, EXPERTS]
 // made     the shared expert's activations, encoded as its down matrix reads them: [rows, OUT_COLS]
 // The first groups compute ROUTER_BLOCK experts' logits each, in f32; the others BLOCK rows of the shared up.
-// Sums: lanes in steps, f32, then the team. `model.md` §1.5 steps 1 and 7.
+// Sums: lanes in steps, f32, then the team; logits: invocations in steps, then teams, then the workgroup. `model.md` §1.5 steps 1 and 7.
 
 struct Params {
     // vec4 in `weights`
@@ -34,12 +34,15 @@ struct Params {
 @group(0) @binding(8) var<storage, read_write> made_scale: array<vec2<f32>>; // [rows, OUT_COLS / 32]
 
 override BLOCK: u32; // rows a workgroup computes, a multiple of 32
-override ROUTER_BLOCK: u32; // experts a router workgroup computes
 override EXPERTS: u32;
 override OUT_COLS: u32; // padded width of the shared expert
 override OUT_CELLS: u32; // ROWS * BLOCK
 
+// experts a router workgroup computes
+const ROUTER_BLOCK: u32 = 4u;
+
 var<workgroup> cells: array<f32, OUT_CELLS>;
+var<workgroup> router_cells: array<vec4<f32>, NORM_CELLS>; // a partial sum a row and team
 
 fn out_write(row: u32, at: u32, v: vec4<u32>) {
     made[row * (OUT_COLS / 16u * OUT_VECS) + at] = v;
@@ -49,33 +52,50 @@ fn out_write_scale(row: u32, group: u32, v: vec2<f32>) {
     made_scale[row * (OUT_COLS / 32u) + group] = v;
 }
 
-fn route(ids: Ids, first: u32, scales: array<f32, ROWS>) {
-    var scale = scales;
-    for (var t = 0u; t < ROUTER_BLOCK; t += teams(ids)) {
-        let expert = ids.group.x * ROUTER_BLOCK + t + team(ids);
-        let inside = t + team(ids) < ROUTER_BLOCK && expert < EXPERTS;
-        for (var r = 0u; r < ROWS; r++) {
-            var sum = 0.0;
-            if (inside && first + r < flight.rows) {
-                for (var i = lane(ids); i < COLS / 4u; i += lanes(ids)) {
-                    let y = x[(first + r) * (COLS / 4u) + i] * scale[r] * bitcast<vec4<f32>>(weights[params.norm + i]);
-                    sum += dot(y, bitcast<vec4<f32>>(weights[params.gate + expert * (COLS / 4u) + i]));
-                }
-            }
-            sum = team_sum(ids, sum);
-            if (inside && lane(ids) == 0u && first + r < flight.rows) {
-                routing[params.logits + (first + r) * EXPERTS + expert] = sum;
-            }
+// Logits of ROUTER_BLOCK experts, and this workgroup's share of the normed rows. All invocations share a row of the gate; what
+// a round needs is asked for at once, and the rows' scales come last.
+fn route(ids: Ids, first: u32) {
+    let begin = ids.group.x * ROUTER_BLOCK;
+    let last = EXPERTS - 1u;
+    for (var r = 0u; r < ROWS; r++) {
+        let row = min(first + r, flight.rows - 1u) * (COLS / 4u);
+        var sums = vec4<f32>();
+        var squares_of = 0.0;
+        for (var t = 0u; t < COLS / 4u; t += WG) {
+            let i = min(t + thread(ids), COLS / 4u - 1u);
+            let v = x[row + i];
+            let y = v * bitcast<vec4<f32>>(weights[params.norm + i]);
+            let a = bitcast<vec4<f32>>(weights[params.gate + min(begin, last) * (COLS / 4u) + i]);
+            let b = bitcast<vec4<f32>>(weights[params.gate + min(begin + 1u, last) * (COLS / 4u) + i]);
+            let c = bitcast<vec4<f32>>(weights[params.gate + min(begin + 2u, last) * (COLS / 4u) + i]);
+            let d = bitcast<vec4<f32>>(weights[params.gate + min(begin + 3u, last) * (COLS / 4u) + i]);
+            let inside = t + thread(ids) < COLS / 4u;
+            sums += select(vec4<f32>(), vec4<f32>(dot(y, a), dot(y, b), dot(y, c), dot(y, d)), inside);
+            squares_of += select(0.0, dot(v, v), inside);
+        }
+        let total = vec4<f32>(team_sum(ids, sums.x), team_sum(ids, sums.y), team_sum(ids, sums.z), team_sum(ids, sums.w));
+        let square = team_sum(ids, squares_of);
+        if (lane(ids) == 0u) {
+            router_cells[r * (WG / 4u) + team(ids)] = total;
+            norm_cells[r * (WG / 4u) + team(ids)] = square;
         }
     }
-}
-
-fn publish(ids: Ids, first: u32, scales: array<f32, ROWS>) {
-    var scale = scales;
+    workgroupBarrier();
+    if (!live()) {
+        return;
+    }
     for (var r = 0u; r < ROWS; r++) {
         if (first + r < flight.rows) {
-            for (var i = thread(ids); i < COLS / 4u; i += WG) {
-                let y = x[(first + r) * (COLS / 4u) + i] * scale[r] * bitcast<vec4<f32>>(weights[params.norm + i]);
+            let scale = rms_of(ids, r, true);
+            if (thread(ids) < ROUTER_BLOCK && begin + thread(ids) < EXPERTS) {
+                var sum = 0.0;
+                for (var t = 0u; t < teams(ids); t++) {
+                    sum += router_cells[r * (WG / 4u) + t][thread(ids)];
+                }
+                routing[params.logits + (first + r) * EXPERTS + begin + thread(ids)] = sum * scale;
+            }
+            for (var i = ids.group.x * WG + thread(ids); i < COLS / 4u; i += params.router_groups * WG) {
+                let y = x[(first + r) * (COLS / 4u) + i] * scale * bitcast<vec4<f32>>(weights[params.norm + i]);
                 let at = (first + r) * COLS + 4u * i;
                 routing[at] = y.x;
                 routing[at + 1u] = y.y;
@@ -86,25 +106,31 @@ fn publish(ids: Ids, first: u32, scales: array<f32, ROWS>) {
     }
 }
 
+fn next_field(unit: u32) -> Sixteen {
+    if (params.next_field == NONE) {
+        let one = vec4<f32>(1.0);
+        return Sixteen(one, one, one, one);
+    }
+    return floats16(params.next_field, min(unit, OUT_COLS / 16u - 1u));
+}
+
 @compute @workgroup_size(WG)
 fn main(ids: Ids) {
     let first = ids.group.y * ROWS;
-    let block = (max(ids.group.x, params.router_groups) - params.router_groups) * BLOCK;
-    var held = ahead(ids, params.base, block + team(ids) * WIDE, params.rows - 1u);
-    let scales = norm_scales(ids, first, flight.rows);
     if (ids.group.x < params.router_groups) {
-        if (live()) {
-            route(ids, first, scales);
-            if (ids.group.x == 0u) {
-                publish(ids, first, scales);
-            }
-        }
+        route(ids, first);
         return;
     }
-    stage_normed(ids, first, flight.rows, scales, params.norm, params.field);
+    let block = (ids.group.x - params.router_groups) * BLOCK;
+    // the row is asked for before the weights, which it would have to wait for otherwise
+    let near = weighed(first, thread(ids), flight.rows, params.norm, params.field);
+    var held = ahead(ids, params.base, block + team(ids) * WIDE, params.rows - 1u);
+    var scales = stage_normed(ids, first, flight.rows, params.norm, params.field, near);
     if (!live()) {
         return;
     }
+    // the field of the first units to encode, which is a row's and so every row's
+    let next = next_field(block / 16u + thread(ids) % (BLOCK / 16u));
     for (var t = 0u; t < BLOCK; t += teams(ids) * WIDE) {
         let row = block + t + team(ids) * WIDE;
         if (t > 0u) {
@@ -114,7 +140,7 @@ fn main(ids: Ids) {
         for (var q = 0u; q < WIDE; q++) {
             for (var r = 0u; r < ROWS; r++) {
                 if (t + team(ids) * WIDE + q < BLOCK && lane(ids) == 0u) {
-                    let y = select(0.0, relu(sums[q * ROWS + r]), row + q < params.rows);
+                    let y = select(0.0, relu(sums[q * ROWS + r] * scales[r]), row + q < params.rows);
                     cells[r * BLOCK + t + team(ids) * WIDE + q] = y * y;
                 }
             }
@@ -130,10 +156,7 @@ fn main(ids: Ids) {
         let keep = unit < ROWS * BLOCK / 16u && first + r < flight.rows && to < OUT_COLS / 16u;
         var v = Sixteen();
         if (keep) {
-            v = cells16(r * BLOCK + 16u * at);
-            if (params.next_field != NONE) {
-                v = times(v, floats16(params.next_field, to));
-            }
+            v = times(cells16(r * BLOCK + 16u * at), next);
         }
         out_encode(ids, first + r, to, v, keep);
     }

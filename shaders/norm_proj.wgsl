@@ -51,9 +51,10 @@ fn main(ids: Ids) {
     }
     let segment = params.segment[at];
     let block = (ids.group.x - segment.first_group) * BLOCK;
+    // the row is asked for before the weights, which it would have to wait for otherwise
+    let near = weighed(first, thread(ids), flight.rows, params.norm, segment.field);
     var held = ahead(ids, segment.base, block + team(ids) * WIDE, segment.rows - 1u);
-    let scales = norm_scales(ids, first, flight.rows);
-    stage_normed(ids, first, flight.rows, scales, params.norm, segment.field);
+    var scales = stage_normed(ids, first, flight.rows, params.norm, segment.field, near);
     if (!live()) {
         return;
     }
@@ -67,7 +68,7 @@ fn main(ids: Ids) {
             let inside = t + team(ids) * WIDE + q < BLOCK && row + q < segment.rows;
             for (var r = 0u; r < ROWS; r++) {
                 if (inside && lane(ids) == 0u && first + r < flight.rows) {
-                    var y = sums[q * ROWS + r];
+                    var y = sums[q * ROWS + r] * scales[r];
                     if (params.relu2 == 1u) {
                         y = relu(y) * relu(y);
                     }

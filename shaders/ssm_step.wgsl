@@ -60,15 +60,20 @@ fn softplus(x: f32) -> f32 {
     return max(x, 0.0) + select(log(1.0 + e), e * (1.0 - 0.5 * e), e < 1e-3);
 }
 
-fn input(channel: u32, row: i32) -> f32 {
-    if (row >= 0) {
-        return proj[u32(row) * PROJ + HEADS * P + channel];
+// The convolution of a row's channel. Every load is asked for at once: nothing here branches on what another load brings.
+fn convolved(channel: u32, row: u32) -> f32 {
+    let channels = HEADS * P + 2u * GROUPS * N;
+    var sum = vectors[params.conv_bias + channel];
+    for (var i = 0u; i < TAPS; i++) {
+        // the row of the batch that the tap reads, or one before the batch
+        let at = i32(row + i) - i32(TAPS - 1u);
+        let position = i32(control.position) + at;
+        let kept = ring[u32(max(position, 0)) % RING * channels + channel];
+        let fresh = proj[u32(max(at, 0)) * PROJ + HEADS * P + channel];
+        let u = select(select(kept, fresh, at >= 0), 0.0, position < 0);
+        sum += vectors[params.conv + channel * TAPS + i] * u;
     }
-    let position = i32(control.position) + row;
-    if (position < 0) {
-        return 0.0;
-    }
-    return ring[u32(position) % RING * (HEADS * P + 2u * GROUPS * N) + channel];
+    return silu(sum);
 }
 
 @compute @workgroup_size(WG)
@@ -81,22 +86,9 @@ fn main(ids: Ids) {
     let width = P_BLOCK + 2u * N;
     let rows = min(flight.rows, ROWS);
     let go = live();
-    let decay = -exp(vectors[params.a_log + head]);
+    let a_log = vectors[params.a_log + head];
     let skip = vectors[params.d_skip + head];
     let dt_bias = vectors[params.dt_bias + head];
-    // step sizes of the rows and gates of the block's channels are asked for before the convolution too
-    for (var t = thread(ids); t < ROWS * (P_BLOCK + 1u); t += WG) {
-        let r = t / (P_BLOCK + 1u);
-        let j = t % (P_BLOCK + 1u);
-        if (r < rows) {
-            if (j < P_BLOCK) {
-                gate[r * P_BLOCK + j] = silu(proj[r * PROJ + head * P + slice * P_BLOCK + j]);
-            } else {
-                let d = proj[r * PROJ + HEADS * P + channels + head] + dt_bias;
-                step_size[r] = clamp(softplus(d), params.dt_min, params.dt_max);
-            }
-        }
-    }
     // the state that row 0 goes on from is asked for before the convolution
     var held: array<vec4<f32>, HELD>;
     let kept = control.scan_at * params.snapshot;
@@ -104,24 +96,26 @@ fn main(ids: Ids) {
         let p = min(h * teams(ids) + team(ids), P_BLOCK - 1u);
         held[h] = state[kept + (head * P + slice * P_BLOCK + p) * (N / 4u) + min(lane(ids), N / 4u - 1u)];
     }
-    for (var t = thread(ids); t < ROWS * width; t += WG) {
-        let r = t / width;
-        let j = t % width;
-        var channel = head * P + slice * P_BLOCK + j;
-        if (j >= P_BLOCK) {
-            let k = j - P_BLOCK;
-            channel = HEADS * P + k / N * (GROUPS * N) + group * N + k % N;
-        }
+    // A row's loads are all asked for before the first of them is used: invocations that have nothing to do repeat others'.
+    for (var r = 0u; r < ROWS; r++) {
         if (r < rows) {
-            var sum = vectors[params.conv_bias + channel];
-            for (var i = 0u; i < TAPS; i++) {
-                sum += vectors[params.conv + channel * TAPS + i] * input(channel, i32(r + i) - i32(TAPS - 1u));
-            }
-            conv[t] = silu(sum);
-            // one workgroup keeps each input; the slots it writes are none that anybody reads in this batch
-            let owner = j < P_BLOCK || (slice == 0u && head % (HEADS / GROUPS) == 0u);
-            if (owner && go) {
-                ring[(control.position + r) % RING * channels + channel] = proj[r * PROJ + HEADS * P + channel];
+            for (var t = 0u; t < max(2u * N, P_BLOCK); t += WG) {
+                let k = min(t + thread(ids), 2u * N - 1u);
+                let j = min(t + thread(ids), P_BLOCK - 1u);
+                let z = proj[r * PROJ + head * P + slice * P_BLOCK + j];
+                let d = proj[r * PROJ + HEADS * P + channels + head];
+                let y = convolved(HEADS * P + k / N * (GROUPS * N) + group * N + k % N, r);
+                let x = convolved(head * P + slice * P_BLOCK + j, r);
+                if (t + thread(ids) < 2u * N) {
+                    conv[r * width + P_BLOCK + k] = y;
+                }
+                if (t + thread(ids) < P_BLOCK) {
+                    conv[r * width + j] = x;
+                    gate[r * P_BLOCK + j] = silu(z);
+                }
+                if (t + thread(ids) == 0u) {
+                    step_size[r] = clamp(softplus(d + dt_bias), params.dt_min, params.dt_max);
+                }
             }
         }
     }
@@ -129,6 +123,7 @@ fn main(ids: Ids) {
     if (!go) {
         return;
     }
+    let decay = -exp(a_log);
     for (var t = 0u; t < P_BLOCK; t += teams(ids)) {
         let p = t + team(ids);
         let channel = head * P + slice * P_BLOCK + min(p, P_BLOCK - 1u);
@@ -169,6 +164,20 @@ fn main(ids: Ids) {
                 v[r * (HEADS * P) + channel] = y;
                 gated[r * P_BLOCK + p] = y;
             }
+        }
+    }
+    // One workgroup keeps each input; the slots it writes are none that anybody reads in this batch.
+    for (var t = thread(ids); t < ROWS * width; t += WG) {
+        let r = t / width;
+        let j = t % width;
+        if (r < rows && (j < P_BLOCK || (slice == 0u && head % (HEADS / GROUPS) == 0u))) {
+            let k = j - P_BLOCK;
+            let channel = select(
+                HEADS * P + k / N * (GROUPS * N) + group * N + k % N,
+                head * P + slice * P_BLOCK + j,
+                j < P_BLOCK,
+            );
+            ring[(control.position + r) % RING * channels + channel] = proj[r * PROJ + HEADS * P + channel];
         }
     }
     workgroupBarrier();

@@ -269,6 +269,7 @@ impl<'m> Builder<'m> {
             let g = self.mamba_geometry();
             let cells = g.inner() / p_block(g);
             numbers.extend([("GROUP_COLS", g.inner() / g.groups), ("GROUP_CELLS", cells / g.groups), ("CELLS", cells)]);
+            numbers.push(("GROUP_SCALES", choice.rows * g.groups));
         }
         let key = key(&CLOSE_PROJ, &choice, &numbers, &self.floats());
         let arena = Name::Arena(block);
@@ -385,7 +386,8 @@ impl<'m> Builder<'m> {
 
     pub(super) fn moe(&mut self, block: BlockIx, laid: &MoeLaid) {
         const BLOCK: usize = 32;
-        const ROUTER_BLOCK: usize = 8;
+        // as in `moe_in.wgsl`
+        const ROUTER_BLOCK: usize = 4;
         const DOWN_BLOCK: u32 = 8;
         let g = self.moe_geometry();
         let (hidden, layer) = (self.hidden(), laid.layer);
@@ -415,7 +417,6 @@ impl<'m> Builder<'m> {
         let mut numbers = self.staged(&choice, hidden);
         numbers.extend([
             ("BLOCK", BLOCK),
-            ("ROUTER_BLOCK", ROUTER_BLOCK),
             ("EXPERTS", g.experts),
             ("OUT_COLS", down.cols),
             ("OUT_CELLS", choice.rows * BLOCK),
