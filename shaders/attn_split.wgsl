@@ -106,8 +106,10 @@ fn main(ids: Ids) {
             let h = t / (D / 4u);
             let d = t % (D / 4u);
             var o = sum[t] * fade[h];
-            for (var j = 0u; j < min(TILE, end - tile); j++) {
-                o += score[h * TILE + j] * kv[((tile + j) * 2u * KV_HEADS + KV_HEADS + head) * (D / 4u) + d];
+            // as many each time, so that all are asked for at once; past the end the last one again, which counts nothing
+            for (var j = 0u; j < TILE; j++) {
+                let at = min(tile + j, end - 1u);
+                o += score[h * TILE + j] * kv[(at * 2u * KV_HEADS + KV_HEADS + head) * (D / 4u) + d];
             }
             sum[t] = o;
         }

@@ -24,7 +24,7 @@ pub const OUT_ROOM: usize = 1024;
 pub const ROUNDS_ROOM: usize = 256;
 
 /// Parts of a decode attention.
-pub const SPLITS: u32 = 64;
+pub const SPLITS: u32 = 128;
 
 /// Positions that a decode attention takes at once.
 const TILE: u32 = 16;
