@@ -6,8 +6,8 @@ use std::borrow::Cow;
 
 /// A shader module of our own registry without bounds checks and loop counters (13 % on an H200).
 ///
-/// Only for texts of `shaders/`. Those of prefill are tested against guard words in every variant, those of decode so far
-/// by what they compute, block by block.
+/// Only for texts of `shaders/`. Those of prefill and drafts are tested one by one between guard words, in every variant; all
+/// that decode a model, block by block and whole, with guard words behind every buffer of the device.
 pub(super) fn module(device: &wgpu::Device, label: &str, text: String) -> wgpu::ShaderModule {
     let descriptor =
         wgpu::ShaderModuleDescriptor { label: Some(label), source: wgpu::ShaderSource::Wgsl(Cow::Owned(text)) };

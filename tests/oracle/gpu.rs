@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riparian::device::kernels::Team;
+use riparian::device::wgpu::faults::Faults;
 use riparian::device::wgpu::slot::ROWS;
 use riparian::device::wgpu::{Gpu, Setup, find};
 use riparian::device::{
@@ -20,21 +21,28 @@ use riparian::model::weights::Mixer;
 use riparian::plan::record::Name;
 
 use crate::case::Case;
+use crate::guards::Guards;
 use crate::harness::{Blocks, Decode, Engine, RouteTrace, check_blocks, check_decode};
 use crate::reference::Reference;
 use crate::tolerance::{F32, F32_OTHER_LADDER, INT8, INT8_BLOCK, Tolerance};
 
 const SLOT: SlotIx = SlotIx(0);
 
-fn open(case: &Case, activations: Activations, team: Option<Team>, batch: usize) -> Gpu {
-    open_with_room(case, activations, team, batch, 256)
-}
-
-fn open_with_room(case: &Case, activations: Activations, team: Option<Team>, batch: usize, positions: usize) -> Gpu {
+/// The device with guard words behind every buffer, and how they are looked at.
+fn open_guarded(
+    case: &Case,
+    activations: Activations,
+    team: Option<Team>,
+    batch: usize,
+    positions: usize,
+) -> (Gpu, Guards) {
     let name = std::env::var("RIPARIAN_TEST_ADAPTER").unwrap_or_else(|_| "llvmpipe".into());
     let found = find(&DeviceChoice::Adapter(name.clone())).expect("an adapter for the tests");
     assert!(found.info().name.to_lowercase().contains(&name.to_lowercase()), "{:?}", found.info());
-    let context = found.open(team, true).expect("a device");
+    let faults = Faults::default();
+    faults.guard_buffers();
+    let context = found.open_with(team, true, faults).expect("a device");
+    let guards = Guards::of(&context);
     if let Some(team) = team {
         assert_eq!(context.team, team);
     }
@@ -48,7 +56,21 @@ fn open_with_room(case: &Case, activations: Activations, team: Option<Team>, bat
         skip: vec![],
         drafts: None,
     };
-    Gpu::open(context, &case.geometry, case.weights(), &setup, &mut |_, _| {}).expect("the model on the device")
+    let gpu =
+        Gpu::open(context, &case.geometry, case.weights(), &setup, &mut |_, _| {}).expect("the model on the device");
+    (gpu, guards)
+}
+
+#[test]
+fn guard_words_tell_who_wrote_past_the_end() {
+    let Some(case) = Case::fixture("kernel") else { return };
+    let (gpu, guards) = open_guarded(&case, Activations::Int8, None, 8, 64);
+    let word = u32::MAX.to_le_bytes();
+    let (what, buffer, bytes) = guards.context().faults.last_guarded();
+    guards.context().queue.write_buffer(&buffer, bytes + 8, &word);
+    assert_eq!(guards.context().faults.broken_guards(&guards.context().device, &guards.context().queue), [what]);
+    drop(gpu);
+    std::mem::forget(guards);
 }
 
 /// The device behind its two halves, one session.
@@ -60,6 +82,7 @@ struct Whole {
     flights: u64,
     batch: usize,
     hidden: usize,
+    _guards: Guards,
 }
 
 impl Whole {
@@ -68,11 +91,11 @@ impl Whole {
     }
 
     fn with_room(case: &Case, activations: Activations, team: Option<Team>, batch: usize, positions: usize) -> Self {
-        let gpu = open_with_room(case, activations, team, batch, positions);
+        let (gpu, guards) = open_guarded(case, activations, team, batch, positions);
         assert_eq!(gpu.facts().prefill_rows, batch, "passes as wide as they were asked for");
         let label = format!("{} {activations:?}, passes of {batch}", gpu.facts().name);
         let (queue, landings) = Box::new(gpu).split();
-        Self { label, queue, landings, turn: 0, flights: 0, batch, hidden: case.geometry.hidden }
+        Self { label, queue, landings, turn: 0, flights: 0, batch, hidden: case.geometry.hidden, _guards: guards }
     }
 
     fn begin(&mut self) {
@@ -146,6 +169,7 @@ impl Decode for Whole {
 struct Inside {
     label: String,
     gpu: Gpu,
+    _guards: Guards,
     kinds: Vec<BlockKind>,
     empty: SequenceState,
     /// `[layers, experts]`
@@ -154,7 +178,7 @@ struct Inside {
 
 impl Inside {
     fn new(case: &Case, activations: Activations, team: Option<Team>) -> Self {
-        let gpu = open(case, activations, team, 1);
+        let (gpu, guards) = open_guarded(case, activations, team, 1, 256);
         let label = format!("{} {activations:?}, block by block", gpu.facts().name);
         let biases = (case.weights().blocks.iter())
             .filter_map(|block| match &block.mixer {
@@ -162,7 +186,14 @@ impl Inside {
                 _ => None,
             })
             .collect();
-        Self { label, gpu, kinds: case.geometry.blocks.clone(), empty: SequenceState::new(&case.geometry), biases }
+        Self {
+            label,
+            gpu,
+            _guards: guards,
+            kinds: case.geometry.blocks.clone(),
+            empty: SequenceState::new(&case.geometry),
+            biases,
+        }
     }
 
     fn state(&mut self) -> Box<Seed> {

@@ -12,6 +12,8 @@ mod common;
 #[cfg(feature = "gpu")]
 mod gpu;
 mod graph;
+#[cfg(feature = "gpu")]
+mod guards;
 mod harness;
 mod host;
 mod int8;

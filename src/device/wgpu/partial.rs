@@ -423,7 +423,8 @@ impl GpuQueue {
         let mut encoder = self.encoder();
         if step {
             // resident and shared experts are in the residual already
-            encoder.clear_buffer(self.core.slots[slot.index()].slot.buffer(Name::SharedOut(layer)), 0, None);
+            let shared = self.core.slots[slot.index()].slot.buffer(Name::SharedOut(layer));
+            super::upload::clear(&self.core.context, &mut encoder, shared);
         }
         {
             let bound = &self.core.slots[slot.index()];

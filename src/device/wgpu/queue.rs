@@ -183,7 +183,7 @@ impl GpuQueue {
         let mut encoder = self.encoder();
         let core = &self.core;
         for (_, state) in core.slots[slot.index()].slot.states(&core.geometry) {
-            encoder.clear_buffer(state, 0, None);
+            super::upload::clear(&core.context, &mut encoder, state);
         }
         self.ready.push(encoder.finish());
         self.reach[slot.index()] = 0;

@@ -120,15 +120,27 @@ pub fn buffer(
     if context.faults.refuses_buffer(&context.device) {
         return Err(refused());
     }
+    let guard = if usage.contains(wgpu::BufferUsages::STORAGE) { context.faults.guard_bytes() } else { 0 };
+    let readable = if guard > 0 { wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST } else { usage };
     let scope = context.device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
     let made = context.device.create_buffer(&wgpu::BufferDescriptor {
         label: Some(what),
-        size: bytes,
-        usage,
+        size: bytes + guard,
+        usage: usage | readable,
         mapped_at_creation: false,
     });
     match pollster::block_on(scope.pop()) {
         Some(_) => Err(refused()),
-        None => Ok(made),
+        None => {
+            if guard > 0 {
+                context.faults.guard(&context.queue, what, &made, bytes);
+            }
+            Ok(made)
+        }
     }
+}
+
+/// Zeros in a whole buffer of [`buffer`]'s.
+pub fn clear(context: &Context, encoder: &mut wgpu::CommandEncoder, buffer: &wgpu::Buffer) {
+    encoder.clear_buffer(buffer, 0, Some(buffer.size() - context.faults.guard_bytes()));
 }

@@ -1,5 +1,6 @@
 //! Sessions that are given up at every point, and who comes after them.
 
+use std::borrow::Borrow;
 use std::time::{Duration, Instant};
 
 use riparian::actors::payload::{Event, FinishReason};
@@ -13,7 +14,12 @@ const STEPS: usize = 8;
 
 /// One slot, so that the next session gets the state of the one that was given up. Of the numbers of ids and of the
 /// moments at which one is given up each `every`th is run.
-pub(super) fn follow(case: &Case, act: Activations, every: usize, start: impl Fn(&Source, &Way) -> Through) {
+pub(super) fn follow<G: Borrow<Through>>(
+    case: &Case,
+    act: Activations,
+    every: usize,
+    start: impl Fn(&Source, &Way) -> G,
+) {
     let source = Source::of_case(case, act);
     let hidden = source.geometry().hidden;
     let rows = &case.reference.rows;
@@ -25,7 +31,8 @@ pub(super) fn follow(case: &Case, act: Activations, every: usize, start: impl Fn
     for places in [None, partial_banks(source.geometry()).first().copied()] {
         for (batches, row_by_row) in [(1, false), (3, true)] {
             let way = Way { slots: Some(1), batches: Some(batches), row_by_row, ..Way::bank(places) };
-            let graph = start(&source, &way);
+            let started = start(&source, &way);
+            let graph = started.borrow();
             let mut check = |what: &str, session: riparian::actors::session::SessionHandle| {
                 drop(session);
                 given_up += 1;

@@ -4,11 +4,13 @@
 //! compiles for seconds whenever a model is opened, so the least and the greatest depth stand for all, random drafts for all
 //! of a partial bank's, and every fifth moment of giving up; with `RIPARIAN_TEST_ALL` set (`.ci/deep`) each one is run.
 
+use std::borrow::Borrow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use riparian::actors::payload::{FinishReason, SessionError, SessionOptions};
 use riparian::actors::readback::ReadResult;
+use riparian::device::wgpu::faults::Faults;
 use riparian::device::wgpu::{DraftSetup, Gpu, Setup, find};
 use riparian::device::{Read, Seed};
 use riparian::host::{DraftConventions, HostSequence, Pool, physical_cores};
@@ -19,12 +21,14 @@ use riparian::model::state::BlockState;
 use super::drafts::{Known, Spoilt, ends_at};
 use super::{Drafting, Source, Through, Way, partial_banks, wait};
 use crate::case::Case;
+use crate::guards::Guards;
 use crate::host::Host;
 
 /// Ids of a session.
 const STEPS: usize = 30;
 
-fn open(source: &Source, way: &Way) -> Gpu {
+/// The device with guard words behind every buffer, and those.
+fn open(source: &Source, way: &Way) -> (Gpu, Guards) {
     let name = std::env::var("RIPARIAN_TEST_ADAPTER").unwrap_or_else(|_| "llvmpipe".into());
     let found = find(&DeviceChoice::Adapter(name.clone())).expect("an adapter for the tests");
     assert!(found.info().name.to_lowercase().contains(&name.to_lowercase()), "{:?}", found.info());
@@ -41,18 +45,43 @@ fn open(source: &Source, way: &Way) -> Gpu {
     let geometry = source.geometry();
     let bank = |places: usize| (0..places).map(ExpertIx::from).collect::<Vec<_>>();
     let residents = way.places.map(|places| vec![bank(places); geometry.decoder_layers()]);
-    let context = found.open(None, true).expect("a device");
+    let faults = Faults::default();
+    faults.guard_buffers();
+    let context = found.open_with(None, true, faults).expect("a device");
+    let guards = Guards::of(&context);
     let weights = source.decoder.weights();
-    Gpu::open_partial(context, geometry, weights, &setup, residents.as_deref(), &mut |_, _| {})
-        .expect("the model on the device")
+    let gpu = Gpu::open_partial(context, geometry, weights, &setup, residents.as_deref(), &mut |_, _| {})
+        .expect("the model on the device");
+    (gpu, guards)
+}
+
+/// A graph over the device; when it has gone, the guard words are looked at.
+struct Guarded {
+    graph: Through,
+    _guards: Guards,
+}
+
+impl Borrow<Through> for Guarded {
+    fn borrow(&self) -> &Through {
+        &self.graph
+    }
+}
+
+impl std::ops::Deref for Guarded {
+    type Target = Through;
+
+    fn deref(&self) -> &Through {
+        &self.graph
+    }
 }
 
 fn thorough() -> bool {
     std::env::var_os("RIPARIAN_TEST_ALL").is_some()
 }
 
-fn start(source: &Source, way: &Way) -> Through {
-    source.start_on(Box::new(open(source, way)), way)
+fn start(source: &Source, way: &Way) -> Guarded {
+    let (gpu, guards) = open(source, way);
+    Guarded { graph: source.start_on(Box::new(gpu), way), _guards: guards }
 }
 
 /// Rounds keep what the reference's own speculation keeps, at every depth it was recorded at.
