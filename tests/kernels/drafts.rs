@@ -28,7 +28,12 @@ fn choice(gpu: &Gpu, format: Format, int8: bool, rows: usize, wide: usize) -> Ch
 fn bodies(gpu: &Gpu, kernel: &Kernel, choice: &Choice) -> [Variant; 2] {
     let own = kernel.variant(choice);
     let mut other = kernel.variant(&Choice { team: Team::Subgroup32, ..*choice });
-    assert_eq!(own.commons[0], if gpu.context.team == Team::None { "team_none" } else { "team_subgroup" });
+    let team = match gpu.context.team {
+        Team::None => "team_none",
+        Team::Subgroup => "team_subgroup",
+        Team::Subgroup32 => "team_subgroup32",
+    };
+    assert_eq!(own.commons[0], team);
     other.commons[0] = own.commons[0];
     [own, other]
 }
