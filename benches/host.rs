@@ -3,12 +3,15 @@
 //! `cargo bench --bench host` times every kernel with all physical cores over
 //! a working set that no cache holds, then prints a table of rates as shares
 //! of the read bandwidth: each kernel's rounds alternate with rounds of plain
-//! reading, so that what else the machine does falls on both.
+//! reading, so that what else the machine does falls on both. `cargo bench
+//! --bench host -- --quick "q4tp/Int8/rows"` shows the cases that the filter
+//! names; `taskset -c 0` before it shows one core.
 
 #![allow(clippy::print_stdout, reason = "a benchmark prints its table")]
 
 use std::cell::Cell;
 use std::hint::black_box;
+use std::sync::Arc;
 use std::time::Instant;
 
 use criterion::{Criterion, Throughput};
@@ -20,6 +23,9 @@ use riparian::model::tensors::{Codec, Matrix};
 const WORKING_SET: usize = 320 << 20;
 /// `in_proj` of the 30B model.
 const SHAPE: [usize; 2] = [10304, 2688];
+
+/// Where payloads begin.
+const PAGE: usize = 4096;
 
 /// Matrices of one codec that are used in turn.
 struct Turns {
@@ -66,7 +72,11 @@ fn matrix(codec: Codec, [rows, cols]: [usize; 2], bytes: usize, seed: u64) -> Ma
         Codec::F32 => payload.chunks_exact_mut(4).for_each(|x| x.copy_from_slice(&0.01f32.to_le_bytes())),
         Codec::F16 | Codec::Bf16 => payload.chunks_exact_mut(2).for_each(|x| x.copy_from_slice(&[1, 0x2c])),
     }
-    Matrix::from_payload("bench", codec, [rows, cols], payload)
+    // On a page of its own, as a file's payloads lie.
+    let mut source = vec![0; bytes + PAGE];
+    let at = source.as_ptr().align_offset(PAGE);
+    source[at..at + bytes].copy_from_slice(&payload);
+    Matrix::new("bench", codec, [rows, cols], Arc::new(source), at)
 }
 
 /// Reads all bytes with all threads, the cheapest way there is.
