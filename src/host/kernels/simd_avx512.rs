@@ -746,17 +746,25 @@ with_instructions! {
         stretch: usize,
         acc: &mut [__m512; N],
     ) {
-        let mask = _mm512_set1_epi8(15);
+        let (low, high) = (_mm512_set1_epi8(15), _mm512_set1_epi8(-16));
         let eights = turn(w);
-        let mut w = [_mm512_setzero_si512(); 8];
+        let (mut even, mut odd) = ([_mm512_setzero_si512(); 4], [_mm512_setzero_si512(); 4]);
         for k in 0..4 {
-            w[2 * k] = _mm512_and_si512(eights[k], mask);
-            w[2 * k + 1] = _mm512_and_si512(_mm512_srli_epi16::<4>(eights[k]), mask);
+            even[k] = _mm512_and_si512(eights[k], low);
+            odd[k] = _mm512_and_si512(eights[k], high);
         }
         for i in 0..N {
             let x = &rows[i][stretch];
+            let codes: &[[i8; 64]; 8] = bytemuck::cast_ref(&x.codes);
+            // An odd column's nibble counts sixteen times as much where it lies.
+            let (mut sums, mut sixteenfold) = (ints(&x.offsets), _mm512_setzero_si512());
+            for k in 0..4 {
+                sums = _mm512_dpbusd_epi32(sums, even[k], bytes(&codes[2 * k]));
+                sixteenfold = _mm512_dpbusd_epi32(sixteenfold, odd[k], bytes(&codes[2 * k + 1]));
+            }
+            let sums = _mm512_add_epi32(sums, _mm512_srai_epi32::<4>(sixteenfold));
             let scale = _mm512_mul_ps(floats(&x.steps), scales);
-            acc[i] = _mm512_add_ps(acc[i], _mm512_mul_ps(scale, _mm512_cvtepi32_ps(dots_of(&w, x))));
+            acc[i] = _mm512_add_ps(acc[i], _mm512_mul_ps(scale, _mm512_cvtepi32_ps(sums)));
         }
     }
 
