@@ -1,8 +1,8 @@
 //! Opening a file, and decoding through the whole runtime on the host.
 //!
 //! `cargo bench --bench runtime` opens the bundled model and a synthetic one (header, directory, tensors, experts;
-//! no payload is read) and decodes with it: actors, device thread, token stream. `RIPARIAN_BENCH_MODEL` names another
-//! file, `RIPARIAN_BENCH_DEVICE` another device than the host.
+//! no payload is read) and prefills and decodes with both: actors, device thread, token stream. `RIPARIAN_BENCH_MODEL` names
+//! another file than the synthetic one, `RIPARIAN_BENCH_DEVICE` another device than the host.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -55,7 +55,7 @@ async fn prefill(runtime: &Runtime) -> Duration {
     began.elapsed()
 }
 
-fn run(criterion: &mut Criterion, path: &Path, expert_gb: f64) {
+fn run(criterion: &mut Criterion, name: &str, path: &Path, expert_gb: f64) {
     let device = std::env::var("RIPARIAN_BENCH_DEVICE").unwrap_or_else(|_| "cpu".into());
     let tokio = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("an executor");
     let mut group = criterion.benchmark_group("runtime");
@@ -69,7 +69,7 @@ fn run(criterion: &mut Criterion, path: &Path, expert_gb: f64) {
             set("CMF_NEMO_EXPERT_GB", &format!("{}", share * expert_gb));
         }
         let runtime = tokio.block_on(Runtime::builder(path).knobs(knobs).build()).expect("a runtime");
-        let where_ = format!("{}, {bank}", runtime.device());
+        let where_ = format!("{name}, {}, {bank}", runtime.device());
         group.throughput(Throughput::Elements(IDS as u64 - 1));
         group.bench_function(format!("decode, {where_}"), |bencher| {
             bencher.iter_custom(|rounds| (0..rounds).map(|_| tokio.block_on(decode(&runtime))).sum());
@@ -85,25 +85,29 @@ fn run(criterion: &mut Criterion, path: &Path, expert_gb: f64) {
 
 fn main() {
     let dir = tempfile::tempdir().expect("a folder");
-    let (path, expert_gb) = match std::env::var_os("RIPARIAN_BENCH_MODEL") {
-        Some(path) => {
-            let path = PathBuf::from(path);
-            let model = open(&path, &OpenOptions::default()).expect("a model");
-            let summary = riparian::model::Summary::of(&model.container).expect("a decoder");
-            (path, summary.expert_bytes() as f64 / 1e9)
-        }
+    let expert_gb = |path: &Path| {
+        let model = open(path, &OpenOptions::default()).expect("a model");
+        let summary = riparian::model::Summary::of(&model.container).expect("a decoder");
+        summary.expert_bytes() as f64 / 1e9
+    };
+    let path = match std::env::var_os("RIPARIAN_BENCH_MODEL") {
+        Some(path) => PathBuf::from(path),
         None => {
             let path = dir.path().join("mini.cmf");
             let geometry = Geometry { draft: false, ..preset("mini").expect("a preset") };
             let (name, experts) = ("mini".into(), Codec::Q4tp);
             let options = SynthOptions { name, geometry, experts, seed: 1, zipf: 0.8, accept: 0.0, hot: true };
-            let report = synth(&path, &options, &|_, _| {}).expect("a model");
-            (path, report.expert_bytes as f64 / 1e9)
+            synth(&path, &options, &|_, _| {}).expect("a model");
+            path
         }
     };
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny-transcribe.cmf");
     let mut criterion = Criterion::default().configure_from_args();
-    open_files(&mut criterion, &[("tiny-transcribe", &tiny), ("mini", &path)]);
-    run(&mut criterion, &path, expert_gb);
+    let name = path.file_stem().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+    let files: [(&str, &Path); 2] = [("tiny-transcribe", &tiny), (&name, &path)];
+    open_files(&mut criterion, &files);
+    for (name, path) in files {
+        run(&mut criterion, name, path, expert_gb(path));
+    }
     criterion.final_summary();
 }

@@ -32,7 +32,7 @@ use riparian::knobs::{KnobError, Knobs, Origin};
 use riparian::model::mmap::Access;
 use riparian::runtime::{LoadProgress, Runtime};
 use riparian::trace;
-use tracing::debug;
+use tracing::{debug, info_span};
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer as _};
@@ -252,6 +252,7 @@ pub(crate) fn run() -> ExitCode {
     let traced = global.trace.as_deref();
     let outcome = watch(traced).map_err(Failure::from).and_then(|guard| {
         debug!(?command, ?global, "arguments");
+        let whole = info_span!("command").entered();
         let outcome = match command {
             Command::Transcribe(command) => command.run(&global, &mut terminal),
             Command::Generate(command) => command.run(&global, &mut terminal),
@@ -264,6 +265,7 @@ pub(crate) fn run() -> ExitCode {
             Command::Verify(command) => command.run(&global, &mut terminal),
             Command::Doctor(command) => command.run(&global, &mut terminal),
         };
+        drop(whole);
         if let Some((guard, path)) = guard.zip(traced) {
             guard.finish().with_context(|| format!("the trace {} is incomplete", path.display()))?;
         }

@@ -37,8 +37,9 @@ const EACH: Duration = Duration::from_millis(400);
 const PROMPT: u32 = 32;
 const WARM: usize = 16;
 const DECODED: usize = 64;
-/// A choice that decodes so many ids in less time than this is measured twice, and the better rate counts.
-const BRIEF: Duration = Duration::from_secs(1);
+/// Runs of a choice: as many as take this time, but not more than that; the fastest counts.
+const LONG_ENOUGH: Duration = Duration::from_millis(800);
+const RUNS_MAX: usize = 12;
 /// Deepest draft that is tried.
 const DEPTHS: usize = 4;
 /// Budgets to try where all experts do not fit, as shares of them.
@@ -405,8 +406,8 @@ fn choose(completions: &[Completion]) -> Option<Completion> {
 async fn rate(runtime: &Runtime, depth: usize) -> Result<f64, riparian::Error> {
     let vocab = runtime.model().geometry.vocab as u32;
     let prompt: Vec<TokenId> = (0..PROMPT).map(|i| TokenId(i % vocab)).collect();
-    let mut rate = 0.0_f64;
-    for ids in [WARM, DECODED, DECODED] {
+    let (mut rate, mut measured) = (0.0_f64, Duration::ZERO);
+    for ids in std::iter::once(WARM).chain(std::iter::repeat_n(DECODED, RUNS_MAX)) {
         let options = Options {
             max_new_tokens: Some(ids),
             eos: Some(Vec::new()),
@@ -419,7 +420,8 @@ async fn rate(runtime: &Runtime, depth: usize) -> Result<f64, riparian::Error> {
         let decode = finished.stats.decode;
         if ids == DECODED {
             rate = rate.max((finished.ids.len() - 1) as f64 / decode.as_secs_f64());
-            if decode > BRIEF {
+            measured += decode;
+            if measured > LONG_ENOUGH {
                 break;
             }
         }

@@ -164,9 +164,15 @@ pub fn convert(
         let end = window(&source.planned, next);
         let payloads: Vec<Cow<'_, [u8]>> = (next..end)
             .into_par_iter()
-            .map(|i| payload(&source.planned[i], codecs[i], &source.files))
+            .map(|i| {
+                let name = source.planned[i].name.as_str();
+                let _span =
+                    tracing::debug_span!(target: "riparian::convert", "convert", name, codec = %codecs[i]).entered();
+                payload(&source.planned[i], codecs[i], &source.files)
+            })
             .collect::<Result<_, _>>()?;
         for payload in payloads {
+            let _span = tracing::debug_span!(target: "riparian::convert", "write", bytes = payload.len()).entered();
             writer.write(next, &payload)?;
             bytes += payload.len() as u64;
             let name = &source.planned[next].name;

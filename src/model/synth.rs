@@ -149,6 +149,7 @@ pub fn synth(
         buffer.clear();
         buffer.resize(piece.len, 0);
         fillers[piece.index].fill(piece.offset, buffer);
+        let _span = tracing::debug_span!(target: "riparian::synth", "write", bytes = buffer.len()).entered();
         writer.write_piece(piece.index, piece.offset as u64, buffer)?;
         let len = piece.len as u64;
         progress(done.fetch_add(len, Ordering::Relaxed) + len, bytes_total);

@@ -78,8 +78,9 @@ pub fn verify(container: &Container, progress: impl Fn(Progress) + Sync) -> Resu
     let (checked, bytes) = (AtomicUsize::new(0), AtomicU64::new(0));
     let damaged: Vec<Damage> = (tensors.par_iter())
         .filter_map(|tensor| {
-            let computed = hash64(tensor.payload());
             let len = tensor.payload().len() as u64;
+            let span = tracing::debug_span!(target: "riparian::verify", "hash", name = tensor.name(), bytes = len);
+            let computed = span.in_scope(|| hash64(tensor.payload()));
             let bytes = bytes.fetch_add(len, Ordering::Relaxed) + len;
             progress(Progress { tensors: checked.fetch_add(1, Ordering::Relaxed) + 1, bytes, bytes_total });
             let stored = tensor.hash();

@@ -103,11 +103,12 @@ impl Runtime {
         Builder::new(path.into())
     }
 
-    /// Opens a session; waits for a place if very many are open.
+    /// Opens a session; waits while 64 are open. It gets a place on the device (there are as many as [`Facts::slots`]) when
+    /// one is free, in the order of opening; rows can be fed before.
     ///
     /// # Errors
     ///
-    /// When the runtime has ended, or the model's file is not the one that was opened: shortened, written to or replaced.
+    /// [`Error::Session`] when the runtime has ended, [`Error::Model`] when the model's file is not the one that was opened: shortened, written to or replaced.
     /// Sessions that are open go on where a file was replaced, since the old one is still mapped. `CMF_NEMO_MMAP=0` makes
     /// all of that of no matter.
     pub async fn session(&self, options: Options) -> Result<Session, Error> {
@@ -157,11 +158,11 @@ impl Runtime {
         self.shared.facts.kv_positions
     }
 
-    /// All counters since the start.
+    /// All counters since the start: of ids, flights, misses, admissions, drafts, bytes, and what waits now.
     ///
     /// # Errors
     ///
-    /// When the runtime has ended.
+    /// [`Error::Session`] when the runtime has ended.
     pub async fn counters(&self) -> Result<Counters, Error> {
         Ok(self.shared.sessions.counters().await?)
     }
@@ -176,7 +177,7 @@ impl Runtime {
     ///
     /// # Errors
     ///
-    /// An id without a row, such as the audio placeholder.
+    /// [`Error::UnknownId`]: an id at or beyond the vocabulary's end, such as the audio placeholder's.
     pub fn embed(&self, ids: &[TokenId]) -> Result<Vec<f32>, Error> {
         self.shared.embed(ids)
     }
@@ -185,7 +186,7 @@ impl Runtime {
     ///
     /// # Errors
     ///
-    /// A file without tokenizer, or a text it refuses.
+    /// [`Error::Missing`] where the file has no tokenizer, [`Error::Tokenizer`] for a text it refuses.
     pub fn encode(&self, text: &str) -> Result<Vec<TokenId>, Error> {
         Ok(self.shared.prompter("text")?.raw(text)?)
     }
@@ -194,7 +195,7 @@ impl Runtime {
     ///
     /// # Errors
     ///
-    /// A file without tokenizer, or a template that fails.
+    /// [`Error::Missing`] where the file has no tokenizer, [`Error::Prompt`] where the template fails.
     pub fn chat(&self, message: &str) -> Result<Vec<TokenId>, Error> {
         let message = Message { role: Role::User, content: message.to_owned() };
         Ok(self.shared.prompter("a chat")?.dialogue(&[message])?)

@@ -48,8 +48,8 @@ impl Session {
     ///
     /// # Errors
     ///
-    /// Floats that are no whole rows, values that are not finite, more rows than the context holds, or what the
-    /// session failed with meanwhile.
+    /// [`Error::NotFiniteInput`], of which nothing is fed; [`Error::Session`] for floats that are no whole rows, for more
+    /// rows than the context holds (those handed over before stay), or with what the session failed meanwhile.
     pub async fn feed(&mut self, rows: Vec<f32>) -> Result<(), Error> {
         let hidden = self.shared.model.geometry.hidden;
         if let Some(at) = rows.iter().position(|value| !value.is_finite()) {
@@ -74,7 +74,7 @@ impl Session {
     ///
     /// # Errors
     ///
-    /// An id without an embedding row (nothing of the call is fed then), and as [`Session::feed`].
+    /// [`Error::UnknownId`], of which nothing is fed, and as [`Session::feed`].
     pub async fn feed_ids(&mut self, ids: &[TokenId]) -> Result<(), Error> {
         // All of them first, so that a bad one leaves nothing fed.
         let rows = self.shared.embed(ids)?;

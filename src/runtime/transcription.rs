@@ -17,9 +17,9 @@ const RATE: f64 = 16_000.0;
 /// Choices for one recording.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TranscriptionOptions {
-    /// Those of the session.
+    /// Those of the session: length, end ids, drafts.
     pub session: Options,
-    /// The instruction; the model's own by default.
+    /// The instruction in the user's turn, beside the recording; the model's own by default.
     pub prompt: Option<String>,
     /// Whether [`Transcription::timed_transcript`] will be asked for: what it needs is then kept.
     pub words: bool,
@@ -77,13 +77,14 @@ impl Runtime {
     ///
     /// # Errors
     ///
-    /// A model without perception or tokenizer, a recording or prompt that
-    /// does not fit the context, or whatever fails on the way.
+    /// [`Error::Missing`] for a model without perception or tokenizer; [`Error::Session`] where recording and prompt do not
+    /// fit the context, which is told before anything is encoded; [`Error::Perception`], or whatever fails on the way.
     pub async fn transcribe(&self, samples: Vec<f32>, options: TranscriptionOptions) -> Result<Transcription, Error> {
         self.transcribe_observed(samples, options, |_, _| {}).await
     }
 
-    /// As [`Runtime::transcribe`], telling seconds encoded and seconds in all after each chunk.
+    /// As [`Runtime::transcribe`], calling `encoded` after each chunk of some 40 s of the recording: with what of it is encoded, and
+    /// its length.
     ///
     /// # Errors
     ///

@@ -6,6 +6,11 @@
 //! every command once, `trace` what `--trace` writes, `progress` how long
 //! operations tell how far they are, `usage` what is refused and how.
 
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../common/weights.rs"]
+mod weights;
+
 mod commands;
 mod golden;
 #[cfg(feature = "gpu")]

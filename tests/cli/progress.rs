@@ -4,7 +4,7 @@
 
 use std::process::Command;
 
-use crate::support::{Wav, finish, model, program, recording, root, samples_of, scratch, tiny_transcribe};
+use crate::support::{Wav, checkpoint, finish, model, program, recording, samples_of, scratch};
 
 /// What the program writes to stderr when that is a terminal of 120 columns; `None` where there is no `script` to make one.
 fn on_terminal(arguments: &[&str]) -> Option<String> {
@@ -50,11 +50,8 @@ fn long_operations_draw_how_far_they_are_on_a_terminal_alone() {
         ("tune", vec!["tune", &tiny], " of "),
     ];
     finish(program().args(["synth", &tiny, "--geometry", "tiny"])).ok();
-    let folder = tiny_transcribe().map(|folder| folder.join("checkpoint").to_str().unwrap().to_owned());
     let converted = at("progress-converted.cmf");
-    if let Some(folder) = folder.as_deref().filter(|folder| root().join(folder).exists()) {
-        operations.push(("convert", vec!["convert", folder, &converted], "iB of "));
-    }
+    operations.push(("convert", vec!["convert", checkpoint().to_str().unwrap(), &converted], "iB of "));
     for (label, arguments, says) in operations {
         if let Some(drawn) = on_terminal(&arguments) {
             assert!(drawn.contains(label) && drawn.contains(says), "{arguments:?}: {drawn:?}");

@@ -100,6 +100,17 @@ pub(crate) fn tiny_transcribe() -> Option<PathBuf> {
     folder.join("golden.json").exists().then_some(folder)
 }
 
+/// A small checkpoint as it is published, made once.
+pub(crate) fn checkpoint() -> &'static Path {
+    static MADE: OnceLock<PathBuf> = OnceLock::new();
+    MADE.get_or_init(|| {
+        let case = crate::common::oracle("fixtures/tiny").expect("a bundled case");
+        let folder = scratch().join("checkpoint");
+        crate::weights::Case::read(&case).write_checkpoint(&folder, crate::weights::Layout::Text);
+        folder
+    })
+}
+
 /// A folder for one test run's files, gone with the process.
 pub(crate) fn scratch() -> &'static Path {
     static SCRATCH: OnceLock<tempfile::TempDir> = OnceLock::new();

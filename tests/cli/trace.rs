@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::support::{finish, model, program, recording, run, scratch};
+use crate::support::{Ran, checkpoint, finish, model, program, recording, run, scratch};
 
 /// Times are microseconds made from nanoseconds: what is left is rounding.
 const ROUNDING_US: f64 = 2e-3;
@@ -31,7 +31,7 @@ struct Slice {
 type Track = (u64, u64);
 
 /// A trace that was checked.
-struct Trace {
+pub(crate) struct Trace {
     events: Vec<Value>,
     names: BTreeMap<Track, String>,
     slices: BTreeMap<Track, Vec<Slice>>,
@@ -163,7 +163,7 @@ impl Trace {
         tracks.filter_map(|track| self.slices.get(track)).flatten().map(|slice| slice.name.as_str()).collect()
     }
 
-    fn args<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a Value> {
+    pub(crate) fn args<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a Value> {
         self.events.iter().filter(move |event| event["name"] == name).map(|event| &event["args"])
     }
 
@@ -177,11 +177,17 @@ impl Trace {
     }
 }
 
-/// Runs a command on the host with `--trace`, and reads what came of it.
-fn traced(name: &str, arguments: &[&str]) -> (String, Trace) {
+/// Runs a command, on the host unless it names another device, with `--trace`, and reads what came of it.
+pub(crate) fn traced_on(name: &str, arguments: &[&str]) -> (Ran, Trace) {
     let path = scratch().join(format!("{name}.trace.json"));
     let ran = finish(program().args(arguments).arg("--trace").arg(&path)).ok();
-    (ran.stdout, Trace::read(&path))
+    (ran, Trace::read(&path))
+}
+
+/// What the run wrote to stdout, and its trace.
+fn traced(name: &str, arguments: &[&str]) -> (String, Trace) {
+    let (ran, trace) = traced_on(name, arguments);
+    (ran.stdout, trace)
 }
 
 /// A synthetic model with a draft layer, and the GB that a quarter of its experts take.
@@ -277,7 +283,9 @@ fn every_command_takes_a_trace() {
     let (model, wav) = (model.to_str().unwrap(), wav.to_str().unwrap());
     let at = |name: &str| scratch().join(name).to_str().unwrap().to_owned();
     let (made, counted) = (at("of-trace.cmf"), at("of-trace.hot.json"));
+    let (checkpoint, converted) = (checkpoint().to_str().unwrap(), at("of-trace-converted.cmf"));
     for (command, arguments) in [
+        ("convert", vec![checkpoint, &converted, "--quant", "q8_2f"]),
         ("info", vec![model]),
         ("verify", vec![model]),
         ("doctor", vec![]),
@@ -287,7 +295,14 @@ fn every_command_takes_a_trace() {
         ("generate", vec![&made, "--ids", "1,2,3", "--max-new-tokens", "4"]),
         ("calibrate", vec![model, wav, "--out", &counted]),
     ] {
-        traced(command, &[&[command], &arguments[..]].concat());
+        let (_, trace) = traced(command, &[&[command], &arguments[..]].concat());
+        assert!(trace.on("main").contains("command"), "{command}");
+        // What takes long has its parts on the threads that do them.
+        if let Some(part) =
+            [("convert", "convert"), ("verify", "hash"), ("synth", "write")].iter().find(|(of, _)| *of == command)
+        {
+            assert!(trace.args(part.1).count() > 10, "{command} draws no {}", part.1);
+        }
     }
     run(["doctor", "--trace", "/nowhere/trace.json"]).refused(1, &["/nowhere/trace.json"]);
 }
