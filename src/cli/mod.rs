@@ -343,22 +343,6 @@ async fn load(path: &Path, knobs: Knobs, terminal: &Terminal) -> Result<Runtime,
 
 /// Stops a runtime, and tells where its time went if `CMF_NEMO_PROF` or `CMF_NEMO_TS` asks for it.
 async fn end(runtime: Runtime, knobs: &Knobs, terminal: &Terminal) {
-    let times = runtime.class_times();
-    for kind in times.chunk_by(|a, b| a.kind == b.kind) {
-        let ms = |time: &ClassTime| time.took.as_secs_f64() * 1e3;
-        let all_ms: f64 = kind.iter().map(ms).sum();
-        let line = |class: &str, dispatches: u64, ms: f64| {
-            let (each_us, share) = (1e3 * ms / dispatches.max(1) as f64, 100.0 * ms / all_ms.max(f64::MIN_POSITIVE));
-            let kind = kind[0].kind.name();
-            format!(
-                "{kind:<8} {class:<8} {dispatches:>8} dispatches {ms:>10.3} ms, {each_us:>7.1} us each, {share:>5.1} %"
-            )
-        };
-        for time in kind {
-            terminal.note(line(time.class.name(), time.dispatches, ms(time)));
-        }
-        terminal.note(line("all", kind.iter().map(|time| time.dispatches).sum(), all_ms));
-    }
     if knobs.prof
         && let Ok(counters) = runtime.counters().await
     {
@@ -376,7 +360,25 @@ async fn end(runtime: Runtime, knobs: &Knobs, terminal: &Terminal) {
         ));
         counters.laps.iter().for_each(|lap| terminal.note(lap));
     }
+    let times = runtime.facts().class_times.clone();
     runtime.shutdown().await;
+    // The last flights' timestamps are here when the device has ended.
+    let times = times.map_or_else(Vec::new, |times| times.list());
+    for kind in times.chunk_by(|a, b| a.kind == b.kind) {
+        let ms = |time: &ClassTime| time.took.as_secs_f64() * 1e3;
+        let all_ms: f64 = kind.iter().map(ms).sum();
+        let line = |class: &str, dispatches: u64, ms: f64| {
+            let (each_us, share) = (1e3 * ms / dispatches.max(1) as f64, 100.0 * ms / all_ms.max(f64::MIN_POSITIVE));
+            let kind = kind[0].kind.name();
+            format!(
+                "{kind:<8} {class:<8} {dispatches:>8} dispatches {ms:>10.3} ms, {each_us:>7.1} us each, {share:>5.1} %"
+            )
+        };
+        for time in kind {
+            terminal.note(line(time.class.name(), time.dispatches, ms(time)));
+        }
+        terminal.note(line("all", kind.iter().map(|time| time.dispatches).sum(), all_ms));
+    }
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
