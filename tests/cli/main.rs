@@ -6,6 +6,8 @@
 //! every command once, `trace` what `--trace` writes, `progress` how long
 //! operations tell how far they are, `usage` what is refused and how.
 
+#![allow(clippy::print_stderr, reason = "a test that lacks its data says so")]
+
 #[path = "../common/mod.rs"]
 mod common;
 #[path = "../common/weights.rs"]
