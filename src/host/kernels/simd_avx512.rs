@@ -12,7 +12,8 @@
 #![allow(unsafe_code, reason = "calls of functions compiled for this instruction set, and vector loads and stores")]
 
 use std::arch::x86_64::*;
-use std::sync::atomic::{Ordering, compiler_fence};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering, compiler_fence};
 
 use super::body;
 use super::input::{Codes, Floats, GROUP, LANES, Q8_OFFSET, Stretch, WIDE};
@@ -32,8 +33,12 @@ const Q4_GROUPS: [usize; LANES] = [0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7,
 const Q8_LANES: [i32; LANES] = lanes_of(&Q8_GROUPS);
 /// Where the groups lie, in order.
 const Q4_LANES: [i32; LANES] = lanes_of(&Q4_GROUPS);
-/// How far ahead of its use a weight is asked for: half a page, for the processor's own foresight ends with the page.
+/// How far ahead of its use a weight is asked for on AMD's processors: half a page.
 const AHEAD: usize = 2048;
+/// The same on others: beyond the page, where the processor's own foresight ends, so that its address is translated in time.
+const FAR_AHEAD: usize = 3 * 4096 + 512;
+/// Whether this is a processor of AMD; set before a kernel is handed out.
+static AMD: AtomicBool = AtomicBool::new(false);
 /// Rows of a scan whose B, C and sums stay in the nearest cache while a head's state passes.
 const SCAN_ROWS: usize = 8;
 
@@ -65,7 +70,15 @@ pub(crate) fn present() -> bool {
 
 /// The kernels, where the processor has the instructions.
 pub(super) fn set() -> Option<&'static Set> {
+    static VENDOR: OnceLock<bool> = OnceLock::new();
+    AMD.store(*VENDOR.get_or_init(is_amd), Ordering::Relaxed);
     present().then_some(&SET)
+}
+
+/// Whether the processor says it is AMD's.
+fn is_amd() -> bool {
+    let vendor = __cpuid(0);
+    [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"AuthenticAMD"
 }
 
 static SET: Set = Set {
@@ -338,12 +351,18 @@ with_instructions! {
         unsafe { _mm512_loadu_si512(x.as_ptr().cast()) }
     }
 
-    /// Asks memory for `PAIRS` pairs of lines that lie [`AHEAD`] bytes on; the second of a pair comes by itself. They go
-    /// no nearer than the second cache: a Zen 4 brings 12 GB/s where it is asked for the nearest one, 28 without.
-    fn ask<const PAIRS: usize>(from: *const i8) {
-        for pair in 0..PAIRS {
-            // A prefetch reads nothing and does not fault, wherever it points.
-            _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(AHEAD + 128 * pair));
+    /// Asks memory for the `LINES` lines some way on. On AMD for every second one, the other comes by itself, and no nearer
+    /// than the second cache: a Zen 4 brings 12 GB/s where it is asked for the nearest one, 28 without.
+    fn ask<const LINES: usize>(from: *const i8) {
+        // A prefetch reads nothing and does not fault, wherever it points.
+        if AMD.load(Ordering::Relaxed) {
+            for line in (0..LINES).step_by(2) {
+                _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(AHEAD + 64 * line));
+            }
+        } else {
+            for line in 0..LINES {
+                _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(FAR_AHEAD + 64 * line));
+            }
         }
     }
 
@@ -495,11 +514,11 @@ with_instructions! {
             let mut acc = [_mm512_setzero_ps(); N];
             let (whole, tail) = w.as_chunks::<{ 64 * 8 }>();
             for (stretch, w) in whole.iter().enumerate() {
-                ask::<4>(w.as_ptr());
+                ask::<8>(w.as_ptr());
                 q8_stretch(&load(bytemuck::cast_ref(w)), &rows, stretch, &mut acc);
             }
             if !tail.is_empty() {
-                ask::<1>(tail.as_ptr());
+                ask::<8>(tail.as_ptr());
                 let mut vectors = [_mm512_setzero_si512(); 8];
                 for (j, vector) in vectors.iter_mut().enumerate() {
                     *vector = some_bytes(&tail[(64 * j).min(tail.len())..]);
@@ -712,16 +731,20 @@ with_instructions! {
         let lines = w.chunks_exact(groups * 16).zip(codes.chunks_exact(width)).zip(&tables);
         for (r, ((w, codes), table)) in lines.enumerate() {
             let (low, high) = (floats(&table[0]), floats(&table[1]));
+            if !AMD.load(Ordering::Relaxed) {
+                // The rungs of the row sixteen further on; reads nothing and does not fault.
+                _mm_prefetch::<_MM_HINT_T0>(codes.as_ptr().wrapping_add(BLOCK * width).cast());
+            }
             let mut acc = [_mm512_setzero_ps(); N];
             let (whole, tail) = bytemuck::cast_slice::<u8, i8>(w).as_chunks::<{ 64 * 4 }>();
             for (stretch, w) in whole.iter().enumerate() {
-                ask::<2>(w.as_ptr());
+                ask::<4>(w.as_ptr());
                 // `permutex2var` looks at the lowest five bits alone.
                 let scales = _mm512_permutex2var_ps(low, rungs::<true>(&codes[10 * stretch..]), high);
                 q4_stretch(load(bytemuck::cast_ref(w)), scales, &rows, stretch, &mut acc);
             }
             if !tail.is_empty() {
-                ask::<1>(tail.as_ptr());
+                ask::<4>(tail.as_ptr());
                 let stretch = whole.len();
                 let scales = _mm512_maskz_permutex2var_ps(kept, low, rungs::<true>(&codes[10 * stretch..]), high);
                 if is_short(groups % STRETCH) {
@@ -861,8 +884,8 @@ fn elements_of<const SIZE: usize, const N: usize>(
         last[..tail.len()].copy_from_slice(tail);
         let chunks = whole.iter().chain((!tail.is_empty()).then_some(&last));
         for (c, w) in chunks.enumerate() {
-            // One row alone is read as fast as memory gives.
-            if N > 1 {
+            // One row alone a Zen 4 reads as fast as memory gives.
+            if N > 1 || !AMD.load(Ordering::Relaxed) {
                 ask::<SIZE>(w.as_ptr().cast());
             }
             let w = w.as_chunks::<16>().0;
