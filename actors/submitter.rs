@@ -106,8 +106,8 @@ impl Source {
     /// All, most urgent first.
     pub const ALL: [Source; 7] = [
         Source::Control,
-        Source::Facts,
         Source::Answers,
+        Source::Facts,
         Source::Admits,
         Source::Advice,
         Source::Requests,
@@ -121,10 +121,11 @@ impl Inbox {
         spin.until(|| Source::ALL.iter().any(|source| self.waiting(*source) > 0));
         select_biased! {
             recv(self.sessions.control) -> m => m.map_or(Message::Control(Control::Shutdown), Message::Control),
-            recv(self.facts) -> m => m.map_or_else(|_| { self.facts = never(); Message::Died("readback") }, Message::Fact),
+            // a device waits for each answer
             recv(self.answers) -> m => {
                 m.map_or_else(|_| { self.answers = never(); Message::Died("completer") }, Message::Answer)
             }
+            recv(self.facts) -> m => m.map_or_else(|_| { self.facts = never(); Message::Died("readback") }, Message::Fact),
             recv(self.admits) -> m => {
                 m.map_or_else(|_| { self.admits = never(); Message::Died("admission manager") }, Message::Admit)
             }
@@ -854,7 +855,8 @@ impl Submitter {
         let unlanded = self.flights.len();
         let spare = self.staging.free.len().saturating_sub(UNLANDED_MAX.saturating_sub(unlanded));
         let waits = session.known == Some(stop) && session.cure.is_none() && session.planned.is_none();
-        if !waits || spare == 0 || self.options.broken != Broken::No {
+        // an answer that is here already would wait for it
+        if !waits || !self.inbox.answers.is_empty() || spare == 0 || self.options.broken != Broken::No {
             return;
         }
         let (Some(slot), from) = (session.slot(), session.next) else { return };
@@ -1527,6 +1529,10 @@ impl Submitter {
     fn queue_flight(&mut self, id: SessionId) -> bool {
         let unlanded = self.flights.len();
         if self.live() >= LIVE_MAX || unlanded >= UNLANDED_MAX {
+            return false;
+        }
+        // what was read already may make a second one vain
+        if self.live() > 0 && !self.facts.is_full() && !self.inbox.facts.is_empty() {
             return false;
         }
         let session = &self.sessions[&id];
