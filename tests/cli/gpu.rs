@@ -1,6 +1,9 @@
 //! The program on a named adapter with banks that do not hold all experts (lavapipe in CI; `RIPARIAN_TEST_ADAPTER`
 //! names another).
 
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
 use serde_json::Value;
 
 use crate::support::{Ran, demo, finish, model, program, scratch};
@@ -59,13 +62,13 @@ fn adapter() -> String {
 
 /// `tokens` ids behind 24 on the adapter: what was told of it, and the trace.
 fn ran(name: &str, tokens: &str, flags: &[&str]) -> (Ran, crate::trace::Trace) {
-    let path = scratch().join("classes.cmf");
-    if !path.exists() {
-        // By a name of its own first: another test may look at the same time.
-        let made = scratch().join(format!("classes-{name}.cmf"));
-        finish(program().arg("synth").arg(&made).args(["--geometry", "tiny", "--mtp"])).ok();
-        std::fs::rename(&made, &path).unwrap();
-    }
+    // Made once: a runtime that another test has open notices a file that is replaced.
+    static MADE: OnceLock<PathBuf> = OnceLock::new();
+    let path = MADE.get_or_init(|| {
+        let path = scratch().join("classes.cmf");
+        finish(program().arg("synth").arg(&path).args(["--geometry", "tiny", "--mtp"])).ok();
+        path
+    });
     let ids = (1..25).map(|id: u32| id.to_string()).collect::<Vec<_>>().join(",");
     let (model, adapter) = (path.to_str().unwrap(), adapter());
     let usual = [
