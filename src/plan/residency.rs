@@ -67,6 +67,17 @@ impl Residency {
         Self { banks }
     }
 
+    /// The same with no bank larger than `bank_bytes`: what one buffer of the device can be, and a shader see of it. The
+    /// hottest experts stay.
+    #[must_use]
+    pub fn capped(mut self, bank_bytes: u64) -> Self {
+        for bank in &mut self.banks {
+            let holds = bank_bytes.checked_div(bank.place_bytes).unwrap_or(u64::MAX);
+            bank.residents.truncate(usize::try_from(holds).unwrap_or(usize::MAX));
+        }
+        self
+    }
+
     /// Bytes of all places.
     #[must_use]
     pub fn bytes(&self) -> u64 {
@@ -145,6 +156,21 @@ mod tests {
 
     fn layers(n: usize, experts: usize, top_k: usize) -> Vec<LayerFacts<'static>> {
         vec![LayerFacts { experts, top_k, expert_bytes: 10, hot: &[] }; n]
+    }
+
+    #[test]
+    fn a_bank_is_no_larger_than_one_buffer() {
+        let hot: Vec<_> = [3, 1].map(ExpertIx::from).to_vec();
+        let mut layers: Vec<LayerFacts<'_>> = layers(2, 6, 2);
+        layers[1].hot = &hot;
+        let whole = Residency::new(&layers, None);
+        assert_eq!(whole.clone().capped(60), whole, "it fits to the byte");
+        let capped = whole.clone().capped(59);
+        assert_eq!(places(&capped), [5, 5]);
+        let capped = whole.capped(29);
+        assert_eq!(places(&capped), [2, 2]);
+        assert_eq!(capped.banks[1].residents, hot, "the hottest stay");
+        assert_eq!(capped.bytes(), 40);
     }
 
     fn places(residency: &Residency) -> Vec<usize> {

@@ -435,7 +435,16 @@ fn open_on(
     let budget = memory::budget(&context, &fixed, asked, all_bytes, geometry.max_positions);
     let draft_bytes = draft_bank_bytes(model, knobs, budget.expert_bytes, place_bytes);
     let decoders = budget.expert_bytes.map(|budget| budget - draft_bytes.unwrap_or(0));
-    let residency = residency(model, decoders, place_bytes);
+    let planned = residency(model, decoders, place_bytes);
+    let bank_bytes = context.limits.max_buffer_size.min(context.limits.max_storage_buffer_binding_size);
+    let residency = planned.clone().capped(bank_bytes);
+    if residency != planned {
+        let (places, planned) = (residency.places(), planned.places());
+        warn!(
+            bank_bytes,
+            places, planned, "a layer's experts are more than one buffer of the adapter holds: fewer of them"
+        );
+    }
     let experts: usize = residency.banks.iter().map(|bank| bank.experts).sum();
     let setup = Setup {
         activations: knobs.act,
