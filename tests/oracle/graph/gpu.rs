@@ -2,7 +2,7 @@
 //!
 //! `RIPARIAN_TEST_ADAPTER` names the adapter (default `llvmpipe`); a test fails where there is none. A software adapter
 //! compiles for seconds whenever a model is opened, so the least and the greatest depth stand for all, random drafts for all
-//! of a partial bank's, and every fifth moment of giving up; with `RIPARIAN_TEST_ALL` set (`.ci/deep`) each one is run.
+//! of a partial bank's, and every tenth moment of giving up; with `RIPARIAN_TEST_ALL` set (`.ci/deep`) each one is run.
 
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
@@ -246,7 +246,7 @@ fn ends_within_a_round() {
 fn whoever_comes_after_a_cancel_gets_its_own_ids() {
     if let Some(case) = Case::fixture("tiny-nemo") {
         // five is odd: as many are dropped as are told
-        super::cancel::follow(&case, Activations::F32, if thorough() { 1 } else { 5 }, start);
+        super::cancel::follow(&case, Activations::F32, if thorough() { 1 } else { 10 }, start);
     }
 }
 
